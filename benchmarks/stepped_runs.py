@@ -15,7 +15,7 @@ from rich.console import Console
 
 from rlflow.compiler.plan import Plan
 from rlflow.engines.journal import RecordedResponses
-from rlflow.report.progress import displays, recorders
+from rlflow.report.observers import displays, recorders
 from rlflow.rewards.processes import descendants
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.ray.cluster.services import Outage

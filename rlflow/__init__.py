@@ -1,6 +1,7 @@
 """rlflow compiles a recipe into a graph that is placed on a cluster, and runs it to train a model.
 
-``load`` composes and checks a recipe, ``compile`` plans it for a cluster, and ``run`` trains.
+``load`` composes and checks a recipe, ``compile`` plans it for a cluster, ``run`` trains, and ``show`` draws a plan or
+a report.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 # Finds ``python -m rlflow.doctor`` and the other subcommands under this name too.
 __path__.append(str(Path(__file__).with_name("commands")))
 
-__all__ = ["Observer", "compile", "load", "run"]
+__all__ = ["Observer", "compile", "load", "run", "show"]
 
 
 def load(overrides: Sequence[str] = (), config_dir: Path | None = None) -> "Recipe":
@@ -39,9 +40,9 @@ def compile(recipe: "Recipe", cluster: "Cluster | str | None" = None, config_dir
     """
     import warnings
 
-    from rlflow.commands.context import default_cluster, detect_cluster
     from rlflow.compiler import compile_recipe
     from rlflow.recipe.compose import load_cluster
+    from rlflow.runtime.ray.cluster.detection import default_cluster, detect_cluster
 
     if cluster is None:
         cluster = default_cluster(lambda reason: warnings.warn(reason, stacklevel=3), config_dir)
@@ -81,8 +82,9 @@ def run(
     """
     from datetime import datetime
 
+    from rlflow.report.console import output_console
     from rlflow.report.hub import check_push, push
-    from rlflow.report.progress import displays, output_console, recorders
+    from rlflow.report.observers import displays, recorders
     from rlflow.runtime.prepare import runtime_of
     from rlflow.runtime.run import run as run_plan
 
@@ -103,6 +105,16 @@ def run(
     )
     push(plan, report)
     return report
+
+
+def show(shown: "Plan | Report", *, explain: bool = False) -> None:
+    """Show a plan or a report to a person: as text on a terminal, as HTML in a notebook.
+
+    ``explain`` adds to a plan its graph, all alternatives and all limits.
+    """
+    from rlflow.report.show import show
+
+    show(shown, explain=explain)
 
 
 def __getattr__(name: str) -> Any:

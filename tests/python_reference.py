@@ -20,7 +20,7 @@ from tests.conftest import ROOT
 from tests.reference import docstrings, plain
 
 PAGE = ROOT / "docs" / "python.md"
-RUNNING = (rlflow.load, rlflow.compile, rlflow.run, rlflow.Observer, Plan, Report)
+RUNNING = (rlflow.load, rlflow.compile, rlflow.run, rlflow.show, rlflow.Observer, Plan, Report)
 EXTENDING = (Node, State, batched, Failure, Environment, Observation)
 _INTRODUCTION = """\
 # Python

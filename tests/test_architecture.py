@@ -15,10 +15,14 @@ import rlflow
 PACKAGE = Path(rlflow.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 TESTS = Path(__file__).parent
+MODULES = {
+    ".".join(("rlflow", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): path
+    for path in FILES
+}
 
 # The rooms in their order: each imports only rooms before it, and itself.
 ROOMS = ["_version", "errors", "plugins", "extras", "schema", "system", "resources", "batch", "recipe", "engines"]
-ROOMS += ["rewards", "environments", "nodes", "data", "compiler", "runtime", "report", "commands", "__init__", "cli"]
+ROOMS += ["rewards", "environments", "nodes", "data", "compiler", "runtime", "report", "__init__", "commands", "cli"]
 ROOMS += ["__main__"]
 # The parts of resources in their order: each may import those before it.
 PARTS_OF_RESOURCES = ["models", "cluster", "layout", "memory", "time", "demand", "workload", "planner"]
@@ -54,25 +58,16 @@ def imports(tree: ast.AST) -> Iterator[str]:
             yield node.module
 
 
-def module_name(path: Path) -> str:
-    return ".".join(("rlflow", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
-
-
-def executed(tree: ast.AST) -> Iterator[ast.AST]:
-    """Yield all nodes of a tree, except for those under ``if TYPE_CHECKING``."""
-    yield tree
-    for child in ast.iter_child_nodes(tree):
-        if not (isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"):
-            yield from executed(child)
-
-
-def imported_names(node: ast.AST) -> Iterator[str]:
-    """Yield the modules that an import statement may name; for ``from a import b`` both a and a.b."""
-    if isinstance(node, ast.Import):
-        yield from (alias.name for alias in node.names)
-    elif isinstance(node, ast.ImportFrom):
-        yield str(node.module)
-        yield from (f"{node.module}.{alias.name}" for alias in node.names)
+def module_imports(path: Path) -> set[str]:
+    """Return the modules of the package that a file imports, anywhere in it and for types too."""
+    imported = set()
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            imported |= names & MODULES.keys() or {str(node.module)}
+    return imported & MODULES.keys()
 
 
 def runtime_imports(tree: ast.Module) -> Iterator[str]:
@@ -82,42 +77,29 @@ def runtime_imports(tree: ast.Module) -> Iterator[str]:
             yield from imports(node)
 
 
-def test_imports_point_one_way() -> None:
-    upwards = {}
-    for path in FILES:
-        rooms = {name.split(".")[1] for name in imports(tree_of(path)) if name.startswith("rlflow.")}
-        upwards[path.relative_to(PACKAGE)] = rooms - set(ROOMS[: ROOMS.index(room(path)) + 1])
-    assert {str(path): rooms for path, rooms in upwards.items() if rooms} == {}
-
-
-def test_the_parts_of_resources_point_one_way() -> None:
-    for path in (PACKAGE / "resources").rglob("*.py"):
-        part = path.relative_to(PACKAGE / "resources").parts[0].removesuffix(".py")
-        names = [name.split(".") for name in imports(tree_of(path))]
-        parts = {name[2] for name in names if name[:2] == ["rlflow", "resources"] and len(name) > 2}
-        if part != "__init__":
-            assert parts <= set(PARTS_OF_RESOURCES[: PARTS_OF_RESOURCES.index(part) + 1]), path
-
-
-def test_the_parts_of_runtime_point_one_way() -> None:
-    for part in PARTS_OF_RUNTIME:
-        allowed = set(PARTS_OF_RUNTIME[: PARTS_OF_RUNTIME.index(part) + 1])
-        for path in FILES:
-            if module_name(path).startswith(f"rlflow.runtime.{part}"):
-                names = [name.split(".") for name in imports(tree_of(path))]
-                parts = {name[2] for name in names if name[:2] == ["rlflow", "runtime"] and len(name) > 2}
-                assert parts <= allowed, path
-
-
-@pytest.mark.parametrize("part", ["resources", "engines", "runtime"])
-def test_no_files_import_each_other_in_a_circle(part: str) -> None:
-    """Imports inside of functions count too; those for types alone do not."""
-    paths = {module_name(path): path for path in FILES if room(path) == part}
-    graph = {}
-    for module, path in paths.items():
-        names = {name for node in executed(tree_of(path)) for name in imported_names(node)}
-        graph[module] = names & paths.keys() - {module}
+def test_no_files_import_each_other_in_a_circle() -> None:
+    """Imports inside of functions count too, and those for types alone."""
+    graph = {module: module_imports(path) - {module} for module, path in MODULES.items()}
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the files of a circle
+
+
+def test_rooms_import_only_rooms_before_them() -> None:
+    def order(module: str) -> int:
+        return ROOMS.index(room(MODULES[module]))
+
+    arrows = [(module, name) for module, path in MODULES.items() for name in module_imports(path)]
+    assert [(module, name) for module, name in arrows if order(name) > order(module)] == []
+    for parts, parent in ((PARTS_OF_RESOURCES, "rlflow.resources."), (PARTS_OF_RUNTIME, "rlflow.runtime.")):
+        # The files of a folder that are no part come last.
+        places = {
+            module: next(
+                (parts.index(part) for part in parts if f"{module}.".startswith(f"{parent}{part}.")), len(parts)
+            )
+            for module in MODULES
+            if module.startswith(parent)
+        }
+        inside = [(module, name) for module, name in arrows if {module, name} <= places.keys()]
+        assert [(module, name) for module, name in inside if places[name] > places[module]] == []
 
 
 def test_engines_are_named_only_in_their_room() -> None:
@@ -178,7 +160,7 @@ def test_tests_mirror_the_modules_that_they_test(tests: str, tested: str) -> Non
 
 
 def test_public_names() -> None:
-    assert rlflow.__all__ == ["Observer", "compile", "load", "run"]
+    assert rlflow.__all__ == ["Observer", "compile", "load", "run", "show"]
     assert all(callable(getattr(rlflow, name)) for name in rlflow.__all__)
 
 

@@ -16,12 +16,10 @@ from rich.console import Console
 
 from rlflow._version import __version__
 from rlflow.commands.calibrate.fit import calibration_of_run
-from rlflow.commands.context import cluster_of_run, default_cluster, detect_cluster, find_run, num_finished_steps
+from rlflow.commands.context import cluster_of_run, find_run, num_finished_steps
 from rlflow.compiler import compile_recipe
 from rlflow.compiler.checks import check_recorded_steps
 from rlflow.compiler.plan import Plan, format_duration, read_plan
-from rlflow.compiler.ranking import SweepOutcome
-from rlflow.compiler.render import render
 from rlflow.errors import (
     EngineError,
     PlacementError,
@@ -42,13 +40,16 @@ from rlflow.recipe.compose import (
     run_options_from_config,
 )
 from rlflow.recipe.composing_errors import COMPOSING_ERRORS, composing_error
+from rlflow.report.console import output_console, print_picture, show_error, show_warning
 from rlflow.report.plan_page import write_dry_run
-from rlflow.report.progress import WIDTH, displays, output_console, recorders, show, show_error, show_warning
+from rlflow.report.ranking import SweepOutcome
+from rlflow.report.show import show
 from rlflow.report.sweep import sweep_summary
 from rlflow.report.sweep_jobs import Job, SweepFolder
 from rlflow.resources.cluster import Cluster, cluster_from
 from rlflow.resources.time.calibration import Calibration
 from rlflow.runtime.protocols import Report
+from rlflow.runtime.ray.cluster.detection import default_cluster, detect_cluster
 from rlflow.system.stop_signals import STOPPED, stop_on_signals
 
 STOPPING = "stopping after this step, with a checkpoint; Ctrl-C again stops at once"
@@ -166,7 +167,7 @@ def _plan_and_run(config: DictConfig, job: Job, config_dir: Path | None) -> Job:
     plan, resumed = _plan(config, options, directory.parent.parent, config_dir)
     check_recorded_steps(plan.recipe.steps, options.trace, options.profile)
     outcome = SweepOutcome(job.overrides, plan, options.deadline_hours)
-    show(render(plan, explain=options.explain, width=min(WIDTH, console.width)))
+    show(plan, explain=options.explain)
     if outcome.is_late:
         time = format_duration(3600 * plan.cost.hours)
         show_warning(f"the run takes {time}, longer than deadline_hours={options.deadline_hours:g}")
@@ -255,6 +256,7 @@ def _run(plan: Plan, directory: Path, console: Console, options: RunOptions, *, 
     """Run the plan, and return the exit code and the report."""
     # Imported late, because a dry run must not import torch.
     from rlflow.report.hub import check_push, push
+    from rlflow.report.observers import displays, recorders
     from rlflow.report.records import tuning_table
     from rlflow.runtime.prepare import runtime_of
     from rlflow.runtime.run import run
@@ -268,7 +270,7 @@ def _run(plan: Plan, directory: Path, console: Console, options: RunOptions, *, 
         )
     if tune:
         console.print()
-        show(tuning_table(directory))
+        print_picture(tuning_table(directory))
     if report.status == "stopped":
         console.print(f"continue with: python -m rlflow plan={directory}/plan.json resume={directory}", soft_wrap=True)
         return stop.exit_code, report

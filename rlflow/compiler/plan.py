@@ -8,9 +8,6 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, RenderResult
-from rich.jupyter import JupyterMixin
-
 from rlflow.compiler.checks import graph_warnings
 from rlflow.compiler.continuation import experiment_of
 from rlflow.compiler.graph import Graph
@@ -37,11 +34,8 @@ _LONG_STEP = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(JupyterMixin):
-    """A recipe on a cluster: the placement of every role, the workload of a step, and the predictions.
-
-    A notebook shows it as the command line does, and so does ``rich.print``.
-    """
+class Plan:
+    """A recipe on a cluster: the placement of every role, the workload of a step, and the predictions."""
 
     recipe: Recipe
     """The recipe, with all sizes that it pins."""
@@ -94,12 +88,6 @@ class Plan(JupyterMixin):
         """Return a hash that identifies the experiment, not its placement."""
         canonical = json.dumps(experiment_of(self.recipe), sort_keys=True)
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Draw the plan as the command line does, where a notebook shows it or ``rich.print`` prints it."""
-        from rlflow.compiler.render import WIDTH, render  # which imports this file
-
-        yield render(self, width=min(WIDTH, options.max_width))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of ``plan.json``; ``plan_from`` reads it back."""

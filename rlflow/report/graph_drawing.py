@@ -5,8 +5,8 @@ from typing import Any
 
 import networkx as nx
 
-from rlflow.compiler.facts import format_size
 from rlflow.compiler.plan import Plan
+from rlflow.report.formats import format_size
 
 
 def draw_graph(plan: Plan) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import shlex
 
 from rlflow.compiler.plan import Plan
 from rlflow.errors import RecipeError, first_line
-from rlflow.report.progress import show_warning
+from rlflow.report.console import show_warning
 from rlflow.report.tracker import redact
 from rlflow.runtime.protocols import Report
 

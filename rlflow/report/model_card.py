@@ -5,16 +5,16 @@ from pathlib import Path
 from typing import Any
 
 from rlflow._version import __version__
-from rlflow.compiler.formula import loss_lines
 from rlflow.compiler.lower import trained_model
 from rlflow.compiler.plan import Plan
-from rlflow.compiler.render import describe_layout
 from rlflow.data.source import is_local
 from rlflow.engines.base import Head, choose_head
 from rlflow.nodes.generate import Generate
 from rlflow.recipe import Model, Optimizer
 from rlflow.recipe.evaluation import PREFIX
+from rlflow.report.formula import loss_lines
 from rlflow.report.hub import pushed_role
+from rlflow.report.plan_text import describe_layout
 from rlflow.report.records import METRICS, is_evaluation, read_lines
 from rlflow.runtime.protocols import Observer, Report
 from rlflow.system.text_files import replace_text

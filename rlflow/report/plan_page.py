@@ -4,15 +4,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rlflow.compiler.facts import PRICE_UNIT, describe_data, describe_host_memory, format_gpu_hours
 from rlflow.compiler.graph import GraphNode
 from rlflow.compiler.lower import training_memory
 from rlflow.compiler.plan import Plan, format_duration, write_plan
-from rlflow.compiler.render import describe_layout
 from rlflow.errors import RecipeError
 from rlflow.recipe.load import to_yaml
+from rlflow.report.formats import PRICE_UNIT, format_gpu_hours, format_range, format_time
 from rlflow.report.graph_drawing import draw_graph
-from rlflow.report.page import build_page, format_range, format_time
+from rlflow.report.page import build_page
+from rlflow.report.plan_facts import describe_data, describe_host_memory
+from rlflow.report.plan_text import describe_layout
 from rlflow.report.size_figures import size_figures
 from rlflow.resources.planner.confidence import MEMORY_BANDS, kind_of
 from rlflow.runtime.checkpoint import checkpoints

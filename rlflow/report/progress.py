@@ -1,108 +1,29 @@
-"""Terminal output: errors, warnings, and the progress of a run.
-
-A terminal shows a progress bar; files and pipes receive plain lines.
-"""
+"""The progress of a run: a bar with figures on a terminal, plain lines in files and pipes."""
 
 import math
-import re
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
-from textwrap import wrap
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from rlflow.compiler.facts import format_seconds
 from rlflow.compiler.plan import Plan
-from rlflow.errors import EngineError, UserError
 from rlflow.nodes.generate import Generate
 from rlflow.nodes.policy_update import PolicyGradient, SftUpdate
 from rlflow.nodes.preference import Preference
 from rlflow.nodes.reward import Reward
 from rlflow.nodes.scoring import RewardModel
 from rlflow.recipe.evaluation import PREFIX
+from rlflow.report.formats import format_seconds
+from rlflow.report.records import METRICS, read_lines
 from rlflow.report.run_page import PAGE
 from rlflow.runtime.protocols import Observer, Report
 
-WIDTH = 100
-"""The width of output to a file or a pipe."""
-
-
-def output_console() -> Console:
-    """Return the console for standard output."""
-    # A notebook says that it is a terminal, but cannot go back to a line; rich would make an output of each line there.
-    is_notebook = Console().is_jupyter
-    width = None if sys.stdout.isatty() and not is_notebook else WIDTH
-    return Console(highlight=False, force_jupyter=False, force_terminal=False if is_notebook else None, width=width)
-
-
-def displays(console: Console) -> list[Observer]:
-    """Return the observers that show a run: its progress, failed rewards, and engines that lag."""
-    # Imported late, because a dry run does not need them.
-    from rlflow.report.engines import EngineReport
-    from rlflow.report.records import FailureLog
-
-    return [ProgressDisplay(console), FailureLog(console), EngineReport(console)]
-
-
-def recorders(plan: Plan) -> list[Observer]:
-    """Return the observers that record a run: trackers, and writers of metrics, samples, events, a page and cards.
-
-    Trackers come first, because they read which steps the metrics of an earlier run had.
-    """
-    from rlflow.report.model_card import ModelCards
-    from rlflow.report.records import EventLog, MetricsWriter, SampleLog
-    from rlflow.report.run_page import PageWriter
-    from rlflow.report.trackers import trackers
-
-    writers = [MetricsWriter(), SampleLog(), EventLog(), PageWriter(), ModelCards()]
-    return [*trackers(plan.recipe.trackers, show_warning), *writers]
-
-
-def show(picture: RenderableType) -> None:
-    """Print ``picture`` without spaces at the ends of lines."""
-    console = output_console()
-    with console.capture() as captured:
-        console.print(picture)
-    print("\n".join(line.rstrip() for line in captured.get().splitlines()), flush=True)
-
-
-def show_error(error: UserError | EngineError) -> None:
-    """Print an error and its notes without a traceback, wrapped and coloured on a terminal."""
-    _show_lines(type(error).__name__, "bold red", "\n".join([str(error), *getattr(error, "__notes__", ())]))
-
-
-def show_warning(text: str) -> None:
-    """Print a warning in the same form as an error."""
-    _show_lines("warning", "yellow", text)
-
-
-def _show_lines(kind: str, style: str, text: str) -> None:
-    console = Console(stderr=True, highlight=False)
-    first, *notes = text.splitlines()
-    for line in (f"{kind}: {first}", *notes):
-        lines = _wrap_between_words(line, console.width) if console.is_terminal else [line]
-        shown = Text("\n".join(lines))
-        shown.highlight_regex(rf"^{kind}:", style)
-        shown.highlight_regex(r"^  \w+:", "bold")
-        console.print(shown, soft_wrap=True)
-
-
-def _wrap_between_words(line: str, width: int) -> list[str]:
-    """Wrap ``line`` between words, with later lines indented to the text after a label such as ``Fix:``."""
-    label = re.match(r"  \w+: |", line)
-    indent = " " * (len(label[0]) if label and label[0] else 2)
-    return wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-
-
 # The number of plain lines in a whole run, besides those of evaluations.
 _MAX_LINES = 20
-
-
 # The characters of a sparkline, from low to high, and the most that it has.
 _LEVELS = "▁▂▃▄▅▆▇█"
 _SPARKLINE_WIDTH = 20
@@ -132,8 +53,6 @@ class ProgressDisplay(Observer):
         self._console.print(f"warning: {warning}", soft_wrap=True, markup=False)
 
     def started(self, plan: Plan, directory: Path, step: int) -> None:
-        from rlflow.report.records import METRICS, read_lines
-
         self._plan, self._directory = plan, directory
         self._steps = plan.recipe.steps
         self._columns = _metric_columns(plan)

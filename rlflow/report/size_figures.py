@@ -5,7 +5,7 @@ from typing import Any
 
 from rlflow.compiler.other_sizes import SizePoint, size_axes, size_points
 from rlflow.compiler.plan import Plan
-from rlflow.report.page import format_range
+from rlflow.report.formats import format_range
 
 # The names of the sizes for readers, by the last part of their paths.
 _SIZES = {

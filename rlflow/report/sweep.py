@@ -14,10 +14,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from rlflow.compiler.facts import format_gpu_hours, format_seconds
 from rlflow.compiler.plan import format_duration
-from rlflow.compiler.ranking import SweepOutcome, own_overrides, ranking_table
-from rlflow.report.progress import output_console, show
+from rlflow.report.console import output_console, print_picture
+from rlflow.report.formats import format_gpu_hours, format_seconds
+from rlflow.report.ranking import SweepOutcome, own_overrides, ranking_table
 from rlflow.report.run_page import run_page
 from rlflow.report.sweep_jobs import Job, SweepFolder, read_jobs
 from rlflow.report.sweep_page import write_sweep_page
@@ -47,7 +47,7 @@ def sweep_summary() -> Iterator[list[int]]:
 def _show_plans(outcomes: Sequence[SweepOutcome]) -> None:
     if len(outcomes) < 2:
         return
-    show(ranking_table(outcomes))
+    print_picture(ranking_table(outcomes))
     if (page := write_sweep_page(outcomes)) is not None:
         output_console().print(f"page: {page}", soft_wrap=True)
 
@@ -56,7 +56,7 @@ def _show_runs(jobs: Sequence[Job], sweep: Path) -> None:
     if len(jobs) < 2:
         return
     rows = run_rows(jobs)
-    show(runs_table(rows))
+    print_picture(runs_table(rows))
     replace_text(sweep / RUNS_TABLE, runs_csv(rows))
     output_console().print(f"table: {sweep / RUNS_TABLE}", soft_wrap=True)
     if folders := [Path(row.job.folder) for row in rows if row.steps][:_PAGE_RUNS]:

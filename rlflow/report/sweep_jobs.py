@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from hydra.experimental.callback import Callback
 
 from rlflow.compiler.plan import read_plan
-from rlflow.compiler.ranking import SweepOutcome
+from rlflow.report.ranking import SweepOutcome
 from rlflow.system.text_files import replace_text
 
 _JOBS = "jobs"

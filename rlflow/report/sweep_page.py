@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlflow.compiler.facts import PRICE_UNIT, format_gpu_hours
 from rlflow.compiler.plan import format_duration
-from rlflow.compiler.ranking import SweepOutcome, are_priced, ranked, swept_unit
-from rlflow.report.page import build_page, format_range
+from rlflow.report.formats import PRICE_UNIT, format_gpu_hours, format_range
+from rlflow.report.page import build_page
 from rlflow.report.plan_page import PAGE
+from rlflow.report.ranking import SweepOutcome, are_priced, ranked, swept_unit
 from rlflow.system.text_files import replace_text
 
 SWEEP_PAGE = "plans.html"

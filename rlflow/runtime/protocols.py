@@ -2,8 +2,9 @@
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -12,7 +13,6 @@ from rlflow.compiler.plan import Plan
 from rlflow.engines.memory import PhasePeaks
 from rlflow.engines.times import UNTRACED, Span, Times, record_each
 from rlflow.recipe import Model
-from rlflow.report.notebook import run_html
 from rlflow.resources.memory.processes import LOCAL_PROCESS
 
 T = TypeVar("T")
@@ -43,6 +43,27 @@ class Lost:
 
     def __bool__(self) -> bool:
         return bool(self.processes or self.hosts)
+
+
+class Workers(Protocol):
+    """The workers of a role, by rank."""
+
+    def __len__(self) -> int: ...
+
+    def submit(self, rank: int, method: str, *arguments: Any, wanted: bool = True) -> "Future[Any]":
+        """Call a method of the worker's engine. A BatchSlice arrives as a batch of its rows.
+
+        The future of a result that is not ``wanted`` is None. It raises EngineError or a UserError.
+        """
+
+    def restart(self, ranks: Sequence[int]) -> None:
+        """Replace the engines of these ranks by new ones; the others keep running. Raises EngineError."""
+
+    def dead_ranks(self) -> list[int]:
+        """Return the ranks whose processes have died or were ended."""
+
+    def sync_weights(self, source: "Workers", version: int) -> object:
+        """Copy the weights of ``source`` to all workers. Raises EngineError when one has not loaded all of them."""
 
 
 class Subscriber(Protocol):
@@ -211,10 +232,7 @@ class Observer:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The result of a run, also in ``report.json``.
-
-    A notebook shows its times, its curves, and samples of the first and the last step.
-    """
+    """The result of a run, also in ``report.json``."""
 
     name: str
     """The name of the recipe."""
@@ -263,10 +281,6 @@ class Report:
         """
         path = Path(self.directory) / "samples.jsonl"
         return _read_lines(path) if path.exists() else []
-
-    def _repr_html_(self) -> str:
-        """Return what a notebook shows: times, curves and samples."""
-        return run_html(asdict(self), self.history(), self.samples())
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from rich.console import Console
 
 import rlflow
-from rlflow.compiler.render import render
+from rlflow.report.plan_text import render
 from tests.conftest import CONFIG_DIR, ROOT
 
 PAGE = ROOT / "docs" / "clusters.md"

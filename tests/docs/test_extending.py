@@ -12,12 +12,12 @@ import pytest
 
 import rlflow
 from rlflow.batch import Logprobs, Repeated, Rewards, RolloutAdvantages
-from rlflow.compiler.formula import loss_lines
 from rlflow.compiler.wire import wire
 from rlflow.engines.torch import TorchEngine
 from rlflow.errors import GraphError
 from rlflow.nodes.advantages import LeaveOneOutAdvantage
 from rlflow.nodes.policy_update import PolicyUpdate
+from rlflow.report.formula import loss_lines
 from rlflow.report.records import MetricsWriter
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.run import run

@@ -23,12 +23,12 @@ from rlflow.engines.group_progress import GroupProgress
 from rlflow.engines.serving.sessions import pack_rows
 from rlflow.errors import EngineError, EnvironmentFailedError
 from rlflow.runtime.generation.complete_steps import CompleteSteps
-from rlflow.runtime.generation.engine_state import AllEnginesFailedError, Capacity, EngineCalls
+from rlflow.runtime.generation.engine_state import AllEnginesFailedError, Capacity
 from rlflow.runtime.generation.partial_results import EarlyResults, PartialResults
 from rlflow.runtime.generation.partial_rollouts import PartialRollouts
 from rlflow.runtime.generation.scheduler import Scheduler
 from rlflow.runtime.objects.slices import BatchSlice, SharedBatch
-from rlflow.runtime.protocols import Subscriber
+from rlflow.runtime.protocols import Subscriber, Workers
 
 # While rows are queued, an engine reports when one in so many of the rows that it can generate at once is finished.
 _REPORTS = 32
@@ -53,7 +53,7 @@ class Goal:
 
 
 def dispatch(
-    engines: EngineCalls,
+    engines: Workers,
     ranks: Collection[int],
     prompts: Prompts,
     sampling: Sampling,
@@ -87,7 +87,7 @@ class _Pass:
 
     def __init__(
         self,
-        engines: EngineCalls,
+        engines: Workers,
         batch: BatchSlice,
         prompts: Prompts,
         sampling: Sampling,

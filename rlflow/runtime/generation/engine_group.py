@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from statistics import median
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +16,8 @@ from rlflow.engines.base import Sampling
 from rlflow.engines.group_progress import is_done
 from rlflow.errors import EngineError
 from rlflow.runtime.generation.dispatcher import Goal, dispatch
-from rlflow.runtime.generation.engine_state import AllEnginesFailedError, EngineCalls
-from rlflow.runtime.protocols import Subscriber
+from rlflow.runtime.generation.engine_state import AllEnginesFailedError
+from rlflow.runtime.protocols import Subscriber, Workers
 
 # How often one generation may replace all engines after all have failed.
 _MAX_RESTARTS = 2
@@ -29,17 +29,10 @@ Line = dict[str, Any]
 """A line of ``engines.jsonl``: a second of an engine, or its failure."""
 
 
-class RestartableEngines(EngineCalls, Protocol):
-    """Calls of engines that can be replaced."""
-
-    def restart(self, ranks: Sequence[int]) -> None:
-        """Replace the engines of these ranks by new ones; the others keep running. Raises EngineError."""
-
-
 class EngineGroup:
     """Generation by the engines of one role, of which some may fail."""
 
-    def __init__(self, role: str, engines: RestartableEngines, resync_weights: Callable[[], None]) -> None:
+    def __init__(self, role: str, engines: Workers, resync_weights: Callable[[], None]) -> None:
         """Take the engines of a role. ``resync_weights`` syncs the current weights to all of them.
 
         It calls ``weights_synced`` when it has done so.

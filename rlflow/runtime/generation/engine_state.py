@@ -1,9 +1,7 @@
 """The engines of a generation: how they are called, their room, and what a scheduler knows of their work."""
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 from rlflow.errors import EngineError
 
@@ -14,14 +12,6 @@ class AllEnginesFailedError(EngineError):
     def __init__(self, failures: Mapping[int, EngineError]) -> None:
         super().__init__(str(next(iter(failures.values()))))
         self.failures = failures
-
-
-class EngineCalls(Protocol):
-    """Calls of the engines of a role, by rank."""
-
-    def __len__(self) -> int: ...
-
-    def submit(self, rank: int, method: str, *arguments: Any) -> "Future[Any]": ...
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from typing import Literal
 
 from rlflow.compiler.plan import Plan
 from rlflow.runtime.objects.ray_api import wait_all
+from rlflow.runtime.protocols import Workers
 from rlflow.runtime.ray.engine_specs import is_on_gpu
-from rlflow.runtime.ray.role_proxy import Workers
 
 
 class GpuTurns:

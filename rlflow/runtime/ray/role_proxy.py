@@ -4,10 +4,9 @@ Each method splits its rows by data-parallel rank, calls the workers, and joins 
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -33,32 +32,10 @@ from rlflow.runtime.objects.ray_api import wait_all
 from rlflow.runtime.objects.sharding import TOKENS, Cost, Index, divide_rows
 from rlflow.runtime.objects.slices import SharedBatch
 from rlflow.runtime.objects.store import check_lengths
-
-if TYPE_CHECKING:
-    from rlflow.runtime.ray.gpu_turns import GpuTurns
+from rlflow.runtime.protocols import Workers
+from rlflow.runtime.ray.gpu_turns import GpuTurns
 
 _FIRST_ROW = np.array([0])
-
-
-class Workers(Protocol):
-    """The workers of a role, by rank."""
-
-    def __len__(self) -> int: ...
-
-    def submit(self, rank: int, method: str, *arguments: Any, wanted: bool = True) -> "Future[Any]":
-        """Call a method of the worker's engine. A BatchSlice arrives as a batch of its rows.
-
-        The future of a result that is not ``wanted`` is None. It raises EngineError or a UserError.
-        """
-
-    def restart(self, ranks: Sequence[int]) -> None:
-        """Replace the engines of these ranks by new ones; the others keep running. Raises EngineError."""
-
-    def dead_ranks(self) -> list[int]:
-        """Return the ranks whose processes have died or were ended."""
-
-    def sync_weights(self, source: "Workers", version: int) -> object:
-        """Copy the weights of ``source`` to all workers. Raises EngineError when one has not loaded all of them."""
 
 
 class RoleProxy:
@@ -70,7 +47,7 @@ class RoleProxy:
         workers: Workers,
         layout: Layout,
         concurrent: bool,
-        turns: "GpuTurns",
+        turns: GpuTurns,
         cost: Cost = TOKENS,
         *,
         is_frozen: bool = False,

@@ -19,11 +19,11 @@ from rlflow.rewards.processes import num_own_cpus, num_usable_cpus
 from rlflow.runtime.objects.budget import current_node
 from rlflow.runtime.objects.ray_api import this_host, wait_all
 from rlflow.runtime.objects.results import RemoteCall, StoreCalls
+from rlflow.runtime.protocols import Workers
 from rlflow.runtime.ray.cluster.binding import BoundPlan
 from rlflow.runtime.ray.cluster.machine import PCI_ORDER
 from rlflow.runtime.ray.engine_specs import gpu_transport, is_on_gpu, spec_of
 from rlflow.runtime.ray.process import RemoteProcess, are_dead
-from rlflow.runtime.ray.role_proxy import Workers
 from rlflow.runtime.ray.waits import Waits
 from rlflow.runtime.ray.watchdog import Watchdog
 from rlflow.runtime.ray.worker import EngineWorker

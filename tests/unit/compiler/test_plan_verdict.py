@@ -10,7 +10,7 @@ from rlflow.errors import PlacementError
 from rlflow.recipe.compose import load_cluster
 from rlflow.resources.planner.confidence import MEMORY_BANDS, TIME_ERROR, Kind
 from tests.helpers import load
-from tests.unit.compiler.test_render import drawn
+from tests.unit.report.test_plan_text import drawn
 
 
 def fullest(plan: Plan, role: str) -> float:

@@ -8,8 +8,8 @@ from rich.console import Console
 
 import rlflow
 from rlflow.compiler.plan import Plan
-from rlflow.compiler.ranking import SweepOutcome, ranking_table
 from rlflow.recipe.compose import load_cluster
+from rlflow.report.ranking import SweepOutcome, ranking_table
 from rlflow.resources.cluster import Cluster
 from tests.helpers import load
 

@@ -7,12 +7,12 @@ from rich.console import Console
 
 import rlflow
 from rlflow.compiler import compile_recipe
-from rlflow.compiler.facts import facts
 from rlflow.compiler.problem import Problem
 from rlflow.compiler.what_if import cost_of_pins, largest_sizes
 from rlflow.compiler.wire import wire
 from rlflow.recipe import Recipe
 from rlflow.recipe.compose import load_cluster
+from rlflow.report.plan_facts import facts
 from rlflow.resources.time.speed import Efficiency
 from tests.helpers import load
 

@@ -12,12 +12,11 @@ from playwright.sync_api import Browser
 from rich.console import Console
 
 import rlflow
-from rlflow.compiler.facts import format_seconds
 from rlflow.compiler.other_sizes import size_axes, size_points
 from rlflow.compiler.plan import Plan
 from rlflow.recipe.compose import load_cluster
+from rlflow.report.formats import format_range, format_seconds
 from rlflow.report.graph_drawing import draw_graph
-from rlflow.report.page import format_range
 from rlflow.report.plan_page import page_figures, plan_page
 from tests.browser import WIDTHS, assert_accessible, assert_fits_paper, assert_prints, needs_browser, open_page
 from tests.helpers import load

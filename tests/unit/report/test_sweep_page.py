@@ -9,9 +9,9 @@ from playwright.sync_api import Browser
 
 import rlflow
 from rlflow.compiler.plan import Plan
-from rlflow.compiler.ranking import SweepOutcome
 from rlflow.recipe.compose import load_cluster
 from rlflow.report.plan_page import write_dry_run
+from rlflow.report.ranking import SweepOutcome
 from rlflow.report.sweep_page import sweep_figures, write_sweep_page
 from rlflow.resources.cluster import Cluster
 from tests.browser import WIDTHS, Scheme, assert_accessible, assert_fits_paper, assert_prints, needs_browser, open_page

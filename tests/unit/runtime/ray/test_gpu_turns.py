@@ -16,9 +16,10 @@ from rlflow.compiler.plan import Plan
 from rlflow.engines.base import SharesGpus, Sleeps
 from rlflow.engines.registry import engine_class
 from rlflow.resources.layout import Bundle
+from rlflow.runtime.protocols import Workers
 from rlflow.runtime.ray.engine_set import RayEngines
 from rlflow.runtime.ray.gpu_turns import GpuTurns, gpu_neighbors, replaced_roles, sleeping_roles
-from rlflow.runtime.ray.role_proxy import RoleProxy, Workers
+from rlflow.runtime.ray.role_proxy import RoleProxy
 from rlflow.runtime.step import run_graph, sync_followers
 from tests.helpers import load
 

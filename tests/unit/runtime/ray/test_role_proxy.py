@@ -17,8 +17,9 @@ from rlflow.errors import EngineError
 from rlflow.nodes.policy_loss import LikelihoodLoss
 from rlflow.resources.layout import Layout
 from rlflow.runtime.objects.slices import BatchSlice
+from rlflow.runtime.protocols import Workers
 from rlflow.runtime.ray.gpu_turns import GpuTurns
-from rlflow.runtime.ray.role_proxy import RoleProxy, Workers
+from rlflow.runtime.ray.role_proxy import RoleProxy
 from rlflow.runtime.ray.worker import EngineWorker
 from tests.helpers import WritingEngine, minibatch, prompts, sequences, spec
 

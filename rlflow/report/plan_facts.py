@@ -8,13 +8,12 @@ from rich.text import Text
 from rlflow.compiler.plan import Plan, format_duration
 from rlflow.compiler.problem import Problem
 from rlflow.compiler.what_if import cost_of_pins, gain_of_overlap, largest_sizes
+from rlflow.report.formats import PRICE_UNIT, format_gpu_hours, format_seconds, format_size
 from rlflow.resources.layout import GIB
 from rlflow.resources.planner.confidence import Verdict
 
 _ALTERNATIVES = 3
 _LABEL = 12
-PRICE_UNIT = "in the currency of price_per_hour"
-"""The unit of prices: recipes and clusters state them in any currency."""
 
 
 def facts(plan: Plan, width: int, *, explain: bool) -> Table:
@@ -74,11 +73,6 @@ def _run(plan: Plan) -> str:
     return text if cost.price is None else f"{text}, price {cost.price:.2f} {PRICE_UNIT}"
 
 
-def format_gpu_hours(hours: float) -> str:
-    """Format GPU-hours with three digits, or all before the point."""
-    return f"{hours:.3g}" if hours < 100 else f"{hours:.0f}"
-
-
 def describe_host_memory(plan: Plan) -> str:
     """Return the memory of the host that needs most; empty below 1 GiB."""
     host, gib = max(plan.prediction.host_gib.items(), key=lambda each: each[1], default=("", 0.0))
@@ -94,12 +88,6 @@ def describe_data(plan: Plan) -> str:
     return f"{moved}, object store peak {format_size(data.store_peak_gib[fullest] * GIB)} ({fullest})"
 
 
-def format_size(count: float) -> str:
-    """Format a number of bytes."""
-    scale, name = next((u, n) for u, n in ((GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB")) if count >= u or n == "KiB")
-    return f"{count / scale:.3g} {name}" if count < 1000 * scale else f"{count / scale:.0f} {name}"
-
-
 def _alternatives(plan: Plan, *, explain: bool) -> Iterator[str]:
     alternatives = plan.prediction.alternatives
     shown = alternatives if explain else alternatives[:_ALTERNATIVES]
@@ -110,8 +98,3 @@ def _alternatives(plan: Plan, *, explain: bool) -> Iterator[str]:
             yield f"{other.what}: {format_seconds(other.step_seconds)} ({other.loses})"
     if more := len(alternatives) - len(shown):
         yield f"{more} more with explain=true"
-
-
-def format_seconds(value: float) -> str:
-    """Format a time with two or three digits: 0.012 s, 1.2 s, 123 s."""
-    return f"{value:.0f} s" if value >= 100 else f"{value:.1f} s" if value >= 1 else f"{value:.2g} s"

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import rlflow
-from rlflow.commands.context import default_cluster, detect_cluster
 from rlflow.errors import RecipeError
+from rlflow.runtime.ray.cluster.detection import default_cluster, detect_cluster
 from tests.helpers import load
 
 

@@ -1,4 +1,4 @@
-"""Draws what a notebook shows of a run, as HTML without scripts: its times, its curves and samples of its responses."""
+"""The report of a run as text, and as HTML without scripts: its times, its curves and samples of its responses."""
 
 import base64
 import math
@@ -7,44 +7,62 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from rlflow.runtime.protocols import Report
+
 # The metrics that are drawn: held-out rows, rewards, and what shows whether a policy learns or breaks.
 _DRAWN = re.compile(r"evaluation/.*|.*/(mean|accuracy|loss|kl|entropy|length_mean)")
 # The most points of a curve, and characters of a text.
 _POINTS, _CHARACTERS = 200, 600
 # The size of a curve, in pixels.
 _WIDTH, _HEIGHT = 200, 80
+_TIMES = ("in a step", "predicted", "measured")
 
 
-Line = Mapping[str, Any]
+def report_text(report: Report) -> RenderableType:
+    """Return how the run ended, and its times beside the predicted ones."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
+    for heading in _TIMES:
+        table.add_column(heading)
+    for row in _times(report):
+        table.add_row(*map(Text, row))
+    return Group(Text.assemble((report.name, "bold"), " ", _summary(report)), Text(), table)
 
 
-def run_html(report: Mapping[str, Any], history: Sequence[Line], samples: Sequence[Line]) -> str:
-    """Return the HTML for a report as in ``report.json``, the metrics of its steps, and its samples."""
+def report_html(report: Report) -> str:
+    """Return the same as HTML, with curves of the metrics and samples of the first and the last step."""
+    history, samples = report.history(), report.samples()
     drawn = {name: None for line in history for name in line if _DRAWN.fullmatch(name)}
     curves = {
-        name: [(line["step"], line[name]) for line in history if math.isfinite(line.get(name, math.nan))]
+        name: [(int(line["step"]), line[name]) for line in history if math.isfinite(line.get(name, math.nan))]
         for name in sorted(drawn, key=lambda name: not name.startswith("evaluation/"))
     }
     steps = [sample["step"] for sample in samples]
     ends = [sample for sample in samples if sample["step"] in (min(steps), max(steps))]
     # These classes keep what a model writes between dollars from being typeset as a formula.
-    parts = ['<div class="tex2jax_ignore mathjax_ignore">', _summary(report)]
+    parts = ['<div class="tex2jax_ignore mathjax_ignore">']
+    parts += [f"<p><b>{escape(report.name)}</b> {escape(_summary(report))}</p>"]
     parts += [_curve(name, points) for name, points in curves.items() if points]
-    parts += [_table(("in a step", "predicted", "measured"), _times(report))]
+    parts += [_table(_TIMES, _times(report))]
     parts += [_table(("step", "sample", "reward", "prompt", "response"), map(_sample, ends))] if ends else []
     return "".join([*parts, "</div>"])
 
 
-def _summary(report: Mapping[str, Any]) -> str:
-    words = f"{report['status']}: {report['steps']} steps in {report['seconds']:.0f} s, in {report['directory']}"
-    if report["eval_before"] is not None and report["eval_after"] is not None:
-        words += f"; held-out {report['eval_before']:.3f} before, {report['eval_after']:.3f} after"
-    return f"<p><b>{escape(report['name'])}</b> {escape(words)}</p>"
+def _summary(report: Report) -> str:
+    words = f"{report.status}: {report.steps} steps in {report.seconds:.0f} s, in {report.directory}"
+    if report.eval_before is not None and report.eval_after is not None:
+        words += f"; held-out {report.eval_before:.3f} before, {report.eval_after:.3f} after"
+    return words
 
 
-def _times(report: Mapping[str, Any]) -> Iterator[list[str]]:
-    for name, times in {"the whole step": report["step"], **report["nodes"]}.items():
-        yield [name, *("" if times.get(each) is None else f"{times[each]:.3g} s" for each in ("predicted", "measured"))]
+def _times(report: Report) -> Iterator[list[str]]:
+    for name, times in {"the whole step": report.step, **report.nodes}.items():
+        seconds = (times.get("predicted"), times.get("measured"))
+        yield [name, *("" if value is None else f"{value:.3g} s" for value in seconds)]
 
 
 def _sample(sample: Mapping[str, Any]) -> list[str]:

@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import IPython.display
 import pytest
-import rich
+import rich.console
 from rich.console import Console
+from rich.text import Text
 
 import rlflow
-from rlflow.compiler.render import render
+from rlflow.report.plan_text import render
+from rlflow.report.report_view import report_html
 from rlflow.runtime.protocols import Report
 from tests.helpers import load
 
@@ -79,21 +82,45 @@ def points(image: Mapping[str, str]) -> list[tuple[float, float]]:
     return [(float(x), float(y)) for x, y in pairs]
 
 
-def test_a_notebook_shows_a_plan_as_the_command_line_does(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def notebook(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Make this process a notebook, and return the list to which it adds what it displays."""
+    displayed: list[Any] = []
+    monkeypatch.setattr(rich.console, "_is_jupyter", lambda: True)
+    monkeypatch.setattr(IPython.display, "display", displayed.append)
+    return displayed
+
+
+def test_a_notebook_shows_a_plan_as_the_command_line_does(notebook: list[Any]) -> None:
     plan = rlflow.compile(load("recipe=grpo_32b"), "2x8")
-    monkeypatch.setattr(rich.get_console(), "width", 115)  # rich's own choice in a notebook
-    shown = plan._repr_mimebundle_((), ())
-    console = Console(width=100, color_system=None)
+    rlflow.show(plan)
+    (shown,) = notebook
+    console = Console(width=100, color_system=None, force_jupyter=False)
     with console.capture() as captured:
         console.print(render(plan, width=console.width))
-    lines = "".join(Shown(shown["text/html"]).texts).strip().splitlines()
+    lines = "".join(Shown(shown._repr_mimebundle_((), ())["text/html"]).texts).strip().splitlines()
     assert "rollout    0 ====" in captured.get()
     assert [line.rstrip() for line in lines] == [line.rstrip() for line in captured.get().splitlines()]
 
 
+def test_a_notebook_shows_a_report_as_a_page(notebook: list[Any], tmp_path: Path) -> None:
+    write_run(tmp_path, 3)
+    rlflow.show(report(tmp_path))
+    (shown,) = notebook
+    assert shown.data == report_html(report(tmp_path))
+
+
+def test_a_terminal_shows_how_a_run_ended_and_its_times(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    rlflow.show(report(tmp_path, directory="outputs/mine"))
+    summary, _, headings, _, *times = capsys.readouterr().out.splitlines()
+    assert summary == "mine finished: 3 steps in 4 s, in outputs/mine; held-out 0.250 before, 0.750 after"
+    assert headings.split() == ["in", "a", "step", "predicted", "measured"]
+    assert [line.split() for line in times] == [["the", "whole", "step", "2", "s", "3", "s"], ["update", "1", "s"]]
+
+
 def test_a_report_shows_figures_curves_and_the_first_and_last_samples(tmp_path: Path) -> None:
     write_run(tmp_path, 3)
-    shown = Shown(report(tmp_path)._repr_html_())
+    shown = Shown(report_html(report(tmp_path)))
     texts = " ".join(shown.texts)
     assert f"finished: 3 steps in 4 s, in {tmp_path}; held-out 0.250 before, 0.750 after" in texts
     assert "the whole step 2 s 3 s update 1 s" in texts
@@ -110,7 +137,7 @@ def test_a_report_shows_figures_curves_and_the_first_and_last_samples(tmp_path: 
 def test_texts_of_a_model_are_texts(tmp_path: Path) -> None:
     write_run(tmp_path, 2, prompt=HOSTILE, response=HOSTILE, choice=HOSTILE)
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, f"{HOSTILE}/mean": 1.0}) + "\n")
-    shown = Shown(report(tmp_path, name=HOSTILE)._repr_html_())
+    shown = Shown(report_html(report(tmp_path, name=HOSTILE)))
     assert shown.tags == {"div", "p", "b", "img", "table", "thead", "tbody", "tr", "th", "td"}
     assert shown.attributes == {"class", "style", "alt", "title", "src"}
     assert len(shown.images) == 1
@@ -121,7 +148,7 @@ def test_texts_of_a_model_are_texts(tmp_path: Path) -> None:
 
 def test_a_long_run_has_small_curves_that_end_at_its_end(tmp_path: Path) -> None:
     write_run(tmp_path, 5000, response="long " * 1000)
-    html = report(tmp_path)._repr_html_()
+    html = report_html(report(tmp_path))
     assert len(html) < 20_000
     _, rewards = Shown(html).images
     assert 100 < len(points(rewards)) <= 201
@@ -133,17 +160,19 @@ def test_a_run_without_samples_and_evaluations_has_curves(tmp_path: Path) -> Non
     (tmp_path / "samples.jsonl").unlink()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "rewards/mean": NaN}\n')
-    shown = Shown(report(tmp_path, eval_before=None, eval_after=None)._repr_html_())
+    shown = Shown(report_html(report(tmp_path, eval_before=None, eval_after=None)))
     assert "held-out" not in " ".join(shown.texts)
     assert "response" not in shown.texts
     assert [image["alt"] for image in shown.images][1:] == ["rewards/mean: 0.1 in step 1, 0.2 in step 2"]
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])
-def test_a_plan_is_printed_for_the_width_of_the_console(width: int) -> None:
-    console = Console(width=width)
-    with console.capture() as captured:
-        console.print(rlflow.compile(load("recipe=grpo_32b"), "2x8"))
-    widest = max(len(line.rstrip()) for line in captured.get().splitlines())
-    assert widest <= min(width, 100)
-    assert "fingerprint" in captured.get()
+def test_a_plan_is_shown_for_the_width_of_the_terminal(
+    width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(width))
+    rlflow.show(rlflow.compile(load("recipe=grpo_32b"), "2x8"))
+    text = Text.from_ansi(capsys.readouterr().out).plain
+    assert max(map(len, text.splitlines())) <= min(width, 100)
+    assert "fingerprint" in text

@@ -8,11 +8,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from rlflow.compiler.facts import facts, format_seconds
-from rlflow.compiler.formula import loss_lines
 from rlflow.compiler.graph import SOURCES, GraphNode
 from rlflow.compiler.plan import Plan
 from rlflow.recipe import Role
+from rlflow.report.console import WIDTH
+from rlflow.report.formats import format_seconds
+from rlflow.report.formula import loss_lines
+from rlflow.report.plan_facts import facts
 from rlflow.resources.layout import Layout
 from rlflow.resources.memory.processes import largest_process
 from rlflow.resources.planner.confidence import Verdict
@@ -21,8 +23,6 @@ _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 # The most hosts, and GPUs of a host, that are drawn; larger clusters are described in words.
 _HOSTS = 4
 _GPUS = 8
-WIDTH = 100
-"""The widest text, for terminals that are wider and for files."""
 _BAR = 64
 # Memory terms below this are summed up as "other".
 _SMALL_GIB = 0.95

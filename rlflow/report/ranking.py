@@ -10,8 +10,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from rlflow.compiler.facts import format_gpu_hours, format_seconds
 from rlflow.compiler.plan import Plan, format_duration
+from rlflow.report.formats import format_gpu_hours, format_seconds
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from rich.console import Console
 
 import rlflow
 from rlflow.compiler.plan import Plan
-from rlflow.compiler.render import WIDTH, render
+from rlflow.report.console import WIDTH
+from rlflow.report.plan_text import render
 from tests.conftest import RECIPES
 from tests.helpers import load
 

@@ -9,12 +9,12 @@ import torch
 from rich.console import Console
 
 import rlflow
-from rlflow.compiler.formula import loss_lines
-from rlflow.compiler.render import render
 from rlflow.compiler.wire import wire
 from rlflow.nodes.base import Formula, Node
 from rlflow.nodes.policy_update import PolicyGradient, PolicyUpdate
 from rlflow.nodes.policy_variants import CispoUpdate, GspoUpdate, ReinforceUpdate
+from rlflow.report.formula import loss_lines
+from rlflow.report.plan_text import render
 from tests.conftest import SETS_OF_RECIPES
 from tests.helpers import load
 
