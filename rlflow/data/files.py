@@ -2,27 +2,31 @@
 
 import glob
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlflow.data.encoding import Rows
 from rlflow.data.expansion import check_expansion
 from rlflow.data.folders import check_folder
+from rlflow.data.text_files import SUFFIXES, read_text_files, suffix_of
 from rlflow.errors import RecipeError, first_line
 from rlflow.recipe import Data
 
-_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+_TYPES = (*SUFFIXES, ".parquet")
 # The kinds of data that a folder or a repository may hold. "cache" is data that was downloaded before.
 _KINDS = ("json", "csv", "parquet", "text", "cache")
-_FIX_CONTENT = "files need rows: Parquet, or a JSON object on each line, in UTF-8 and with different keys"
+_FIX_CONTENT = "files need rows: Parquet, CSV, or a JSON object on each line, in UTF-8"
 _FIX_SPLIT = "a single file has only the split 'train'; 'train[:90%]' selects a part of it"
 
 
 def is_local(source: str) -> bool:
     """Return whether a source means a file or a folder of this machine, which need not exist."""
     path = Path(os.path.expanduser(source))
-    return path.exists() or path.suffix in _FORMATS or source.startswith((".", "/", "~"))
+    return path.exists() or suffix_of(source) in _TYPES or source.startswith((".", "/", "~"))
 
 
 def read_files_or_hub(data: Data, field: str, split: str) -> Rows:
@@ -35,23 +39,18 @@ def read_files_or_hub(data: Data, field: str, split: str) -> Rows:
         raise RecipeError("data.source", f"'{data.source}' does not exist", fix=f"relative paths start at {Path.cwd()}")
     try:
         if path.is_file():
-            if path.suffix not in _FORMATS:
-                fact = f"files of the type '{path.suffix}' are not supported"
-                raise RecipeError("data.source", fact, known=_FORMATS, fix="convert it to one of these")
-            check_expansion(path)
-            # Escaped, because the library takes the path for a pattern.
-            loaded = datasets.load_dataset(_FORMATS[path.suffix], data_files=glob.escape(str(path)), split=split)
-        else:
-            if local:
-                check_folder(path)
-            builder = datasets.load_dataset_builder(str(path) if local else data.source, data.name)
-            kind = type(builder).__module__.rpartition(".")[2]
-            if kind not in _KINDS:
-                fact = f"'{data.source}' holds data of the kind '{kind}'"
-                raise RecipeError("data.source", fact, known=_KINDS[:-1], fix="convert it to JSON or Parquet")
-            builder.download_and_prepare()
-            loaded = builder.as_dataset(split=split)
-        _leave_encoded(loaded.info.features)
+            return _read_file(path, split)
+        if local:
+            check_folder(path)
+        builder = datasets.load_dataset_builder(str(path) if local else data.source, data.name)
+        kind = type(builder).__module__.rpartition(".")[2]
+        if kind not in _KINDS:
+            fact = f"'{data.source}' holds data of the kind '{kind}'"
+            raise RecipeError("data.source", fact, known=_KINDS[:-1], fix="convert it to JSON or Parquet")
+        if kind in ("json", "csv"):
+            return _read_splits({str(name): files for name, files in builder.config.data_files.items()}, split)
+        builder.download_and_prepare()
+        return _decode(data.source, builder.as_dataset(split=split))
     except RecipeError:
         raise
     except Exception as error:  # the library passes on the errors of many others
@@ -62,7 +61,33 @@ def read_files_or_hub(data: Data, field: str, split: str) -> Rows:
             f"'{split}' of '{data.source}' cannot be read ({first_line(_cause(error))})",
             fix=_FIX_CONTENT if is_content else _FIX_SPLIT,
         ) from None
-    return _decode(data, loaded)
+
+
+def _read_file(path: Path, split: str) -> Rows:
+    import datasets
+
+    if suffix_of(path.name) not in _TYPES:
+        fact = f"files of the type '{path.suffix}' are not supported"
+        raise RecipeError("data.source", fact, known=_TYPES, fix="convert it to one of these")
+    check_expansion(path)
+    if path.suffix != ".parquet":
+        return _read_splits({"train": [str(path)]}, split)
+    # Escaped, because the library takes the path for a pattern.
+    return _decode(path, datasets.load_dataset("parquet", data_files=glob.escape(str(path)), split=split))
+
+
+def _read_splits(files: Mapping[str, Sequence[str]], split: str) -> Rows:
+    """Read JSON or CSV files of a split such as ``train[:90%]`` or ``train+test``, by path or URL."""
+    import datasets
+
+    names = [part.partition("[")[0].strip() for part in split.split("+")]
+    # Returns the path of a local file, and downloads the others.
+    download = datasets.DownloadManager().download
+    rows = {
+        name: read_text_files({file: Path(download(file)) for file in files[name]}) for name in names if name in files
+    }
+    parts = datasets.ReadInstruction.from_spec(split).to_absolute({name: len(rows.get(name, ())) for name in files})
+    return [row for part in parts for row in rows[part.splitname][part.from_ : part.to]]
 
 
 def _leave_encoded(feature: Any) -> None:
@@ -85,15 +110,16 @@ def _cause(error: BaseException) -> BaseException:
     return error
 
 
-def _decode(data: Data, loaded: Iterable[Mapping[str, Any]]) -> Rows:
-    """Read all rows. Raises RecipeError for a row that is not UTF-8."""
+def _decode(source: object, loaded: "Dataset") -> Rows:
+    """Read all rows, with media as they are in the file. Raises RecipeError for a row that is not UTF-8."""
     rows: list[Mapping[str, Any]] = []
+    _leave_encoded(loaded.info.features)
     try:
         rows.extend(loaded)
     except UnicodeDecodeError as error:
         raise RecipeError(
             "data.source",
-            f"row {len(rows)} of '{data.source}' is not UTF-8 (byte 0x{error.object[error.start]:02x})",
+            f"row {len(rows)} of '{source}' is not UTF-8 (byte 0x{error.object[error.start]:02x})",
             fix="save the file as UTF-8",
         ) from None
     return rows

@@ -96,7 +96,7 @@ class Data(Section):
     """The data set that prompts come from."""
 
     source: Text
-    """A JSONL or Parquet file, a folder of them, a data set on the hub, or ``package.module:function``."""
+    """A JSON, JSONL, CSV or Parquet file, a folder of them, a data set on the hub, or ``package.module:function``."""
     name: str | None = None
     """The configuration of a data set on the hub."""
     split: Text = "train"

@@ -107,7 +107,7 @@ def test_chat_template_and_messages(tmp_path: Path) -> None:
         ({"source": "nowhere.jsonl"}, "data.source: 'nowhere.jsonl' does not exist"),
         (
             {"source": __file__},
-            "data.source: files of the type '.py' are not supported.\n  Known: .jsonl, .json, .parquet.",
+            "data.source: files of the type '.py' are not supported.\n  Known: .jsonl, .json, .csv, .tsv, .parquet.",
         ),
         ({"columns": {"prompt": "promt"}}, "data.columns.prompt: no column 'promt' in"),
         ({"columns": {"response": "reply"}}, "data.columns.response: no column 'reply' in"),
@@ -132,7 +132,7 @@ def test_what_is_wrong_is_named(tmp_path: Path, fields: dict[str, Any], message:
 
 
 def test_an_empty_file(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"data\.source: 'train' of .* cannot be read"):
+    with pytest.raises(RecipeError, match=r"data\.split: 'train' of .* has no rows"):
         opened(data(write(tmp_path / "a.jsonl", [])), seed=0)
 
 

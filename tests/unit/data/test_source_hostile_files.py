@@ -27,9 +27,9 @@ FILES = {
     "utf16.jsonl": '{"prompt": "1"}\n'.encode("utf-16"),
 }
 CAUSES = {
-    "keys.jsonl": "was specified twice",
-    "surrogate.jsonl": "The surrogate pair in string is invalid",
-    "utf16.jsonl": "Invalid value",
+    "keys.jsonl": "the key 'prompt' occurs twice",
+    "surrogate.jsonl": "surrogates not allowed",
+    "utf16.jsonl": "is not UTF-8",
     "magic.parquet": "Parquet",
 }
 
