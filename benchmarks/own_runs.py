@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.own_runs [--quick] [--calibration FILE] [--json FILE]``
 
-Without ``--calibration`` the machine is measured first, as ``python -m rlflow calibrate`` does it. No run of this
+Without ``--calibration`` the machine is measured first, as ``rlflow calibrate`` does it. No run of this
 benchmark is part of the calibration that predicts it. Three tiny recipes and a model of 57 million parameters then run
 with three batch sizes each, in one process and on two simulated hosts. The error of a step is that of the plan against
 the median of the steps after the first; the error of memory that of each process at its highest peak. A last table
@@ -156,7 +156,7 @@ def print_from_runs(results: Sequence[Result]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser("python -m benchmarks.own_runs")
     parser.add_argument("--quick", action="store_true", help="one batch size, and one recipe on simulated hosts")
-    parser.add_argument("--calibration", type=Path, help="a file of python -m rlflow calibrate, instead of a new one")
+    parser.add_argument("--calibration", type=Path, help="a file of rlflow calibrate, instead of a new one")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with TemporaryDirectory(prefix="rlflow-own-runs-") as temporary:

@@ -1,4 +1,4 @@
-"""Runs a skipped step again on its saved batch: ``python -m rlflow replay RUN_FOLDER [--step N]``.
+"""Runs a skipped step again on its saved batch: ``rlflow replay RUN_FOLDER [--step N]``.
 
 It prints which values are not finite, by node, sample and token: first those that were saved, then those of the nodes
 that score and train, with the weights of the checkpoint nearest to the step, or the initial ones.

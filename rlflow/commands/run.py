@@ -272,7 +272,7 @@ def _run(plan: Plan, directory: Path, console: Console, options: RunOptions, *, 
         console.print()
         print_picture(tuning_table(directory))
     if report.status == "stopped":
-        console.print(f"continue with: python -m rlflow plan={directory}/plan.json resume={directory}", soft_wrap=True)
+        console.print(f"continue with: rlflow plan={directory}/plan.json resume={directory}", soft_wrap=True)
         return stop.exit_code, report
     if (address := push(plan, report)) is not None:
         console.print(f"  uploaded to: {address}", soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Serves a page about a run that goes on: ``python -m rlflow watch RUN... [--port PORT]``.
+"""Serves a page about a run that goes on: ``rlflow watch RUN... [--port PORT]``.
 
 The page is that of ``rlflow.report``, and fetches new figures every few seconds. This process reads the files of the
 run's folder and writes none, so it can start and end at any time, and the run does not notice.

@@ -36,8 +36,11 @@ Usage: rlflow [KEY=VALUE ...]     (python -m rlflow is the same)
   rlflow resume=FOLDER steps=+100            continue a run for 100 more steps
   rlflow plan=FOLDER/plan.json               run a saved plan
   rlflow tune=true                           find faster sizes while it runs
-  rlflow doctor                              check this machine
 
+Commands (rlflow COMMAND --help says more):
+  doctor         check this machine     watch FOLDER    show a run as it goes on
+  report FOLDER  show or compare runs   replay FOLDER   repeat a skipped step
+  calibrate      measure this machine   convert SCRIPT  make a recipe from verl
 Recipes: {recipes}
 Every key of a recipe can be set here; explain=true shows more of a plan.
 Hydra's own options: rlflow --hydra-help

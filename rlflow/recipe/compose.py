@@ -228,7 +228,7 @@ def load_calibration(options: RunOptions, cluster: Cluster) -> Calibration:
     try:
         measured = read_yaml(Path(options.calibration))
     except FileError as error:
-        fix = error.notes["Fix"] or "write one with: python -m rlflow calibrate"
+        fix = error.notes["Fix"] or "write one with: rlflow calibrate"
         raise RecipeError("calibration", f"'{error.path}' {error.fact}", fix=fix) from None
     # Checked first, so that errors name the option and not a key of the recipe.
     check_values(OmegaConf.to_container(measured), "calibration")

@@ -36,7 +36,7 @@ def composing_error(error: Exception) -> RecipeError:
     for pattern, explain in _EXPLANATIONS.items():
         if found := re.match(pattern, reason):
             return explain(found)
-    return RecipeError("command line", reason, fix="python -m rlflow --help shows how overrides are written")
+    return RecipeError("command line", reason, fix="rlflow --help shows how overrides are written")
 
 
 def _merging_error(found: re.Match[str]) -> RecipeError:

@@ -1,4 +1,4 @@
-"""Writes a page about one run, or several beside each other: ``python -m rlflow report RUN... [--output FILE]``."""
+"""Writes a page about one run, or several beside each other: ``rlflow report RUN... [--output FILE]``."""
 
 import argparse
 import sys

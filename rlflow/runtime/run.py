@@ -131,7 +131,7 @@ def _continuation_noted(directory: Path) -> Iterator[None]:
         yield
     except EngineError as error:
         if checkpoints(directory):
-            error.add_note(f"continue with: python -m rlflow plan={directory}/plan.json resume={directory}")
+            error.add_note(f"continue with: rlflow plan={directory}/plan.json resume={directory}")
         raise
 
 

@@ -57,7 +57,7 @@ class SkippedSteps:
             which = f"the last {in_a_row} steps were" if in_a_row > 1 else "the step was"
             raise EngineError(
                 f"{error} The run ends because {which} skipped (stop_after_skipped_steps).\n"
-                f"  Fix: 'python -m rlflow replay {self._directory}' shows where the values are not finite; "
+                f"  Fix: 'rlflow replay {self._directory}' shows where the values are not finite; "
                 "resume=true continues from the last checkpoint, for example with a lower learning rate."
             )
         self._observer.warned(f"step {step} is skipped: {error} Its batch is in {folder}")

@@ -137,7 +137,7 @@ def test_ctrl_c_and_resume(tmp_path: Path, rlflow: Command) -> None:
         rest = process.stdout.read()
         assert process.wait(timeout=60) == 130, rest
     assert "stopping after this step" in rest
-    assert "continue with: python -m rlflow plan=" in rest
+    assert "continue with: rlflow plan=" in rest
     (folder,) = run_folders(tmp_path)
     behind = json.loads((folder / "report.json").read_text())["steps"]
     assert behind < 100000

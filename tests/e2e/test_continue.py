@@ -120,4 +120,4 @@ def test_a_run_that_fails_says_how_to_continue(typed: Typed, monkeypatch: pytest
     code, _, errors = typed(*FAKE, "steps=4", "resume=run")
     assert code == 1
     assert "role actor: worker 0 died." in errors
-    assert "continue with: python -m rlflow plan=run/plan.json resume=run" in errors
+    assert "continue with: rlflow plan=run/plan.json resume=run" in errors

@@ -21,7 +21,7 @@ CODE = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
 COMMANDS = [
     line.replace("\\\n", "")
     for block in re.findall(r"```bash\n(.*?)```", PAGE, flags=re.DOTALL)
-    for line in re.findall(r"^python -m rlflow (?:.*\\\n)*.*", block, flags=re.MULTILINE)
+    for line in re.findall(r"^rlflow (?:.*\\\n)*.*", block, flags=re.MULTILINE)
 ]
 
 
@@ -67,14 +67,14 @@ def test_the_reward_counts_digits() -> None:
 
 
 def test_every_command_is_found() -> None:
-    assert len(COMMANDS) == PAGE.count("python -m rlflow ")
+    assert len(COMMANDS) == len(re.findall(r"^rlflow ", PAGE, flags=re.MULTILINE))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_a_plan(command: str, typed: Typed, tmp_path: Path) -> None:
     write_files_of_the_page(tmp_path)
-    code, out, errors = typed(*shlex.split(command)[3:], *([] if "dry_run=true" in command else ["dry_run=true"]))
+    code, out, errors = typed(*shlex.split(command)[1:], *([] if "dry_run=true" in command else ["dry_run=true"]))
     assert (code, errors) == (0, "")
     assert "fingerprint" in out
 
@@ -105,7 +105,7 @@ def test_a_reader_who_types_every_command_reaches_the_end(tmp_path: Path) -> Non
     save_small_model(tmp_path / "small")
     small = ["models.policy.path=small", "models.policy.architecture=null", "models.policy.architecture_of=null"]
     for command in COMMANDS:
-        arguments = [*shlex.split(command)[1:], *(small if "cluster=local" in command else [])]
+        arguments = ["-m", *shlex.split(command), *(small if "cluster=local" in command else [])]
         done = subprocess.run([sys.executable, *arguments], cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0, (command, done.stdout, done.stderr)
     reports = [json.loads(path.read_text()) for path in tmp_path.glob("outputs/*/*/report.json")]

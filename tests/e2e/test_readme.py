@@ -14,17 +14,17 @@ RECIPES_PAGE = (ROOT / "docs" / "recipes.md").read_text()
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
 PAGES = [README, *(path.read_text() for path in sorted((ROOT / "docs").glob("*.md")))]
 BLOCKS = [block for page in PAGES for block in re.findall(r"```(\w*)\n(.*?)```", page, flags=re.DOTALL)]
-SHOWN = [block for language, block in BLOCKS if language == "console" and block.startswith("$ python -m rlflow")]
+SHOWN = [block for language, block in BLOCKS if language == "console" and block.startswith("$ rlflow")]
 # A dry run prints the same everywhere; a run also prints times.
 CONSOLE = [block for block in SHOWN if "dry_run=true" in block.splitlines()[0]]
 RUNS = [block for block in SHOWN if block not in CONSOLE and len(block.splitlines()) > 1]
-DRY_RUNS = sorted(set(re.findall(r"`(python -m rlflow [^`]*dry_run=true)`", "\n".join(PAGES))))
+DRY_RUNS = sorted(set(re.findall(r"`(rlflow [^`]*dry_run=true)`", "\n".join(PAGES))))
 
 
 def run(command: str, typed: Typed) -> tuple[int, str]:
-    """Run a ``python -m rlflow`` command; return its exit code, and its output followed by its errors."""
-    python, _, module, *arguments = shlex.split(command)
-    assert (python, module) == ("python", "rlflow")
+    """Run a ``rlflow`` command; return its exit code, and its output followed by its errors."""
+    program, *arguments = shlex.split(command)
+    assert program == "rlflow"
     code, out, errors = typed(*arguments)
     return code, out + errors
 
@@ -72,7 +72,7 @@ def test_commands_run(command: str, typed: Typed) -> None:
 @pytest.mark.parametrize("cluster", ["1x8", "1x1@a100_80gb"])
 def test_the_own_recipe_is_planned(cluster: str, typed: Typed, tmp_path: Path) -> None:
     own_recipe(tmp_path)
-    assert run(f"python -m rlflow recipe=my_recipe.yaml cluster={cluster} dry_run=true", typed)[0] == 0
+    assert run(f"rlflow recipe=my_recipe.yaml cluster={cluster} dry_run=true", typed)[0] == 0
 
 
 def test_the_own_reward_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -204,7 +204,7 @@ def test_too_many_skipped_steps_in_a_row_end_the_run(tmp_path: Path, monkeypatch
     message = (
         r"^step 9: node update: role actor: the loss is nan at 1 of \d+ tokens of a pass \(step 8 prompt \d sample \d; "
         r"first at token 0\)\. The run ends because the last 3 steps were skipped \(stop_after_skipped_steps\)\.\n"
-        r"  Fix: 'python -m rlflow\.replay "
+        r"  Fix: 'rlflow replay "
     )
     with pytest.raises(EngineError, match=message):
         go(plan_of("steps=12"), tmp_path, watch)

@@ -1,4 +1,4 @@
-"""Measures this machine or a Ray cluster for the planner: ``python -m rlflow calibrate [--cluster C] [--output F]``.
+"""Measures this machine or a Ray cluster for the planner: ``rlflow calibrate [--cluster C] [--output F]``.
 
 It takes at most two minutes, and writes a file for ``calibration=FILE``.
 """

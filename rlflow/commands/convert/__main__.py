@@ -1,4 +1,4 @@
-"""Converts a training script of verl to a recipe: ``python -m rlflow convert SCRIPT [--output FILE]``.
+"""Converts a training script of verl to a recipe: ``rlflow convert SCRIPT [--output FILE]``.
 
 It reads the ``key=value`` arguments of ``verl.trainer.main_ppo``.
 """
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"FileError: {error.filename}: {error.strerror}.", file=sys.stderr)
         return 2
     remarks = "".join(f"{what}: {why}\n" for what, why in converted.remarks.items())
-    print(f"{remarks}\nplan it: python -m rlflow recipe={output} cluster={converted.cluster} dry_run=true")
+    print(f"{remarks}\nplan it: rlflow recipe={output} cluster={converted.cluster} dry_run=true")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Runs the doctor, ``python -m rlflow doctor [--gpu]``: reports on this machine and how to fix problems.
+"""Runs the doctor, ``rlflow doctor [--gpu]``: reports on this machine and how to fix problems.
 
 The exit code is 1 if something that recipes need is broken, and 0 otherwise.
 """

@@ -222,7 +222,7 @@ def recipes() -> list[Finding]:
         extras = {"peft" if each == "peft" else engine_kind(each).package or "train" for each in missing}
         fix = f"pip install 'rlflow[{','.join(sorted(extras))}]'"
         findings.append(Finding(path.stem, f"engines {', '.join(engines)}{without}", fix=fix if missing else None))
-    findings.append(Finding("does it fit?", "python -m rlflow recipe=NAME cluster=auto dry_run=true"))
+    findings.append(Finding("does it fit?", "rlflow recipe=NAME cluster=auto dry_run=true"))
     return findings
 
 

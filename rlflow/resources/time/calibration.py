@@ -29,7 +29,7 @@ CPU_EFFICIENCY = Efficiency(
     sync_s=0.05,
     process_gib=0.45,
 )
-"""The efficiency of a CPU that was not measured, rounded from ``python -m rlflow calibrate`` on two cores of a Xeon."""
+"""The efficiency of a CPU that was not measured, rounded from ``rlflow calibrate`` on two cores of a Xeon."""
 
 
 def default_efficiency(gpu: Gpu) -> Efficiency:
@@ -40,11 +40,11 @@ def default_efficiency(gpu: Gpu) -> Efficiency:
 def calibration_from(mapping: Mapping[str, Any], cluster: Cluster) -> Calibration:
     """Read measured efficiencies; a kind of GPU that ``mapping`` lacks keeps the defaults. Raises RecipeError."""
     if not mapping:
-        fact, fix = "the file names no kind of GPU", "write one with: python -m rlflow calibrate"
+        fact, fix = "the file names no kind of GPU", "write one with: rlflow calibrate"
         raise RecipeError("calibration", fact, known=list(cluster.gpus), fix=fix)
     unknown = [kind for kind in mapping if kind not in cluster.gpus]
     if unknown and len(unknown) == len(mapping):
-        fact, fix = f"has no figures for this cluster, only for {unknown}", "measure it: python -m rlflow calibrate"
+        fact, fix = f"has no figures for this cluster, only for {unknown}", "measure it: rlflow calibrate"
         raise RecipeError("calibration", fact, known=list(cluster.gpus), fix=fix)
     found = {}
     for kind, gpu in cluster.gpus.items():

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import rlflow
+from rlflow.cli import SUBCOMMANDS
 from rlflow.errors import RecipeError
 from rlflow.recipe import Recipe
 from rlflow.recipe.arguments import help_text, hydra_arguments
@@ -125,7 +126,12 @@ def test_help_is_one_screen_of_commands_that_can_be_typed() -> None:
     assert len(lines) <= 24
     assert max(map(len, lines)) <= 80
     commands = [line.split("  ")[1].split() for line in lines if re.match(r"  (rlflow|python)", line)]
-    assert len(commands) == 10
+    assert len(commands) == 9
     for _, *words in (command for command in commands if command[0] == "rlflow"):
         typed = [word for word in words if not re.search("FOLDER|path/to", word)]
         assert len(hydra_arguments(typed)) == len(typed)
+
+
+def test_help_names_every_subcommand() -> None:
+    table = help_text().partition("Commands")[2].partition("Recipes")[0]
+    assert all(re.search(rf"  {name} ", table) for name in SUBCOMMANDS)

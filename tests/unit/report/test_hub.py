@@ -228,7 +228,7 @@ def test_a_run_whose_upload_fails_has_succeeded_and_the_command_of_the_page_repe
 ) -> None:
     """The command runs as a user would type it, in a process of its own."""
     page = (ROOT / "docs" / "recipes.md").read_text()
-    run, upload = re.findall(r"^(python -m rlflow push_to_hub=\S+|hf upload .*?) +#", page, flags=re.MULTILINE)
+    run, upload = re.findall(r"^(rlflow push_to_hub=\S+|hf upload .*?) +#", page, flags=re.MULTILINE)
     hub.failing["/preupload/"] = 400
     code, _, errors = typed(*FAKE, "steps=2", run.split()[-1].replace("USER/NAME", NAME))
     assert code == 0

@@ -214,7 +214,7 @@ def test_a_class_that_is_no_tracker_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_commands_of_the_page_name_every_tracker() -> None:
-    commands = re.findall(r"python -m rlflow '(trackers=\[[\w,]+\])'", PAGE)
+    commands = re.findall(r"rlflow '(trackers=\[[\w,]+\])'", PAGE)
     assert {name for command in commands for name in load(command).trackers} == set(extras.TRACKERS)
 
 

@@ -1,4 +1,4 @@
-"""The checks of ``python -m rlflow doctor --gpu``: on the CPU, with small sizes, and with faults put in."""
+"""The checks of ``rlflow doctor --gpu``: on the CPU, with small sizes, and with faults put in."""
 
 import inspect
 import json
