@@ -33,6 +33,7 @@ REFUSED = {
     r"small ones": "other",
     r"(go|goes|gone|went) on with": "resume, continue",
     r"are to be": "must be",
+    r"(has|have) (never|not) run on (a GPU|GPUs)": "nothing: the README has one sentence about that",
     r"parked": "offloaded, idle",
 }
 

@@ -1,7 +1,4 @@
-"""The speed of a machine's kernels and links, and its memory, each measured in a second or two.
-
-The GPU's part has never run on a GPU.
-"""
+"""The speed of a machine's kernels and links, and its memory, each measured in a second or two."""
 
 import itertools
 import multiprocessing

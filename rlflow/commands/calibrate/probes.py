@@ -45,7 +45,6 @@ CPU_HOST_PROBES = (
     Probe(name="hosts", hidden_size=64, num_layers=4, batch_size=32, group_size=8, max_tokens=8, on_hosts=True),
     Probe(name="wide hosts", hidden_size=512, num_layers=4, batch_size=4, group_size=4, max_tokens=24, on_hosts=True),
 )
-# These have never run on a GPU.
 GPU_PROBES = (
     Probe(name="narrow", hidden_size=1024, num_layers=8, batch_size=32, group_size=8, max_tokens=128, on_hosts=True),
     Probe(name="wide", hidden_size=4096, num_layers=4, batch_size=16, group_size=8, max_tokens=256, on_hosts=True),

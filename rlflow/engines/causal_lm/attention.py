@@ -193,7 +193,7 @@ def supports_flash(device: torch.device) -> bool:
 def torch_varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, scale: float
 ) -> Tensor:
-    """Attend by torch's kernel. Has never run on a GPU."""
+    """Attend by torch's kernel."""
     grouped: dict[str, Any] = {"enable_gqa": True} if _HAS_GQA_OPTION and query.shape[1] != key.shape[1] else {}
     out = varlen_attn(query, key, value, ends, ends, longest, longest, scale=scale, window_size=(-1, 0), **grouped)
     assert isinstance(out, Tensor)
@@ -203,7 +203,7 @@ def torch_varlen_attention(
 def flash_varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, scale: float
 ) -> Tensor:
-    """Attend by the kernel of flash-attn. Has never run on a GPU."""
+    """Attend by the kernel of flash-attn."""
     from flash_attn import flash_attn_varlen_func
 
     # Its backward pass is not deterministic unless it is asked to be; torch's kernel reads torch's setting.

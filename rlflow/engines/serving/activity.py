@@ -111,7 +111,7 @@ def find_scheduler(engine: Any) -> Any:
 
 
 class _GpuUtilization:
-    """The utilization of this process's GPUs, as the driver reports it. Has never run on a GPU."""
+    """The utilization of this process's GPUs, as the driver reports it."""
 
     def __init__(self, engine: Any) -> None:
         self._handles: list[Any] = []

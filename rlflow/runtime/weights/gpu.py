@@ -1,7 +1,4 @@
-"""Weights from GPU to GPU by vLLM's own transfer engines: CUDA IPC on the same GPUs, NCCL between others.
-
-This code has not run on GPUs yet.
-"""
+"""Weights from GPU to GPU by vLLM's own transfer engines: CUDA IPC on the same GPUs, NCCL between others."""
 
 import socket
 from collections.abc import Iterator, Sequence

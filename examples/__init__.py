@@ -1,0 +1,1 @@
+"""Programs to read from top to bottom."""
