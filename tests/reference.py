@@ -27,7 +27,7 @@ import rlflow.rewards.functions
 from rlflow.nodes.base import KINDS, Node
 from rlflow.recipe import Recipe
 from rlflow.recipe.arguments import CONF
-from rlflow.recipe.compose import RunOptions
+from rlflow.recipe.options import CommandOptions
 from rlflow.resources.cluster import Cluster
 from rlflow.schema import Section
 from tests.conftest import ROOT
@@ -101,7 +101,7 @@ def tables() -> Iterator[Table]:
     """Yield all tables of the page in order."""
     options = OmegaConf.to_container(OmegaConf.load(CONF / "config.yaml"))
     assert isinstance(options, dict)
-    yield Table("## Command line", "", tuple(_keys(RunOptions, "", defaults=options)))
+    yield Table("## Command line", "", tuple(_keys(CommandOptions, "", defaults=options)))
     yield from _sections(Recipe, "## Recipe", "")
     yield Table("## `graph.NODE`", _NODES, ())
     for base in _bases_of_nodes():

@@ -33,13 +33,13 @@ from rlflow.errors import (
 from rlflow.recipe.arguments import help_text, hydra_arguments, typed_config_dir
 from rlflow.recipe.compose import (
     CONF,
-    RunOptions,
     load_calibration,
+    options_from_config,
     recipe_from_config,
     register_sources,
-    run_options_from_config,
 )
 from rlflow.recipe.composing_errors import COMPOSING_ERRORS, composing_error
+from rlflow.recipe.options import CommandOptions
 from rlflow.report.console import output_console, print_picture, show_error, show_warning
 from rlflow.report.plan_page import write_dry_run
 from rlflow.report.ranking import SweepOutcome
@@ -163,7 +163,7 @@ def _overrides() -> tuple[str, ...]:
 
 def _plan_and_run(config: DictConfig, job: Job, config_dir: Path | None) -> Job:
     console, directory = output_console(), Path(job.folder)
-    options = run_options_from_config(config)
+    options = options_from_config(config)
     plan, resumed = _plan(config, options, directory.parent.parent, config_dir)
     check_recorded_steps(plan.recipe.steps, options.trace, options.profile)
     outcome = SweepOutcome(job.overrides, plan, options.deadline_hours)
@@ -199,7 +199,7 @@ def _no_gpus_error(plan: Plan) -> PlacementError:
     )
 
 
-def _plan(config: DictConfig, options: RunOptions, root: Path, config_dir: Path | None) -> tuple[Plan, Path | None]:
+def _plan(config: DictConfig, options: CommandOptions, root: Path, config_dir: Path | None) -> tuple[Plan, Path | None]:
     """Return the plan, and the folder of the run that it continues, if any."""
     if options.plan is not None:
         allowed = {"plan", "dry_run", "resume", "explain", "tune", "trace", "profile", "deadline_hours"}
@@ -217,7 +217,7 @@ def _plan(config: DictConfig, options: RunOptions, root: Path, config_dir: Path 
     return compile_recipe(recipe, cluster, _calibration(options, cluster)), resumed
 
 
-def _calibration(options: RunOptions, cluster: Cluster) -> Calibration:
+def _calibration(options: CommandOptions, cluster: Cluster) -> Calibration:
     """Return the measured efficiencies of a file, or those that a finished run shows."""
     if options.calibration is None or not Path(options.calibration).is_dir():
         return load_calibration(options, cluster)
@@ -237,7 +237,7 @@ def _take_more_steps(config: DictConfig) -> int:
     return int(steps)
 
 
-def _cluster(options: RunOptions, resumed: Path | None, config_dir: Path | None) -> Cluster:
+def _cluster(options: CommandOptions, resumed: Path | None, config_dir: Path | None) -> Cluster:
     """Return the cluster from the command line; without one that of the continued run, or this machine."""
     if options.cluster.get("shape") != "auto":
         return cluster_from(options.cluster)
@@ -252,7 +252,7 @@ def _cluster(options: RunOptions, resumed: Path | None, config_dir: Path | None)
     return (cluster_of_run(resumed) if resumed else None) or default_cluster(show_warning, config_dir)
 
 
-def _run(plan: Plan, directory: Path, console: Console, options: RunOptions, *, resume: bool) -> tuple[int, Report]:
+def _run(plan: Plan, directory: Path, console: Console, options: CommandOptions, *, resume: bool) -> tuple[int, Report]:
     """Run the plan, and return the exit code and the report."""
     # Imported late, because a dry run must not import torch.
     from rlflow.report.hub import check_push, push

@@ -1,5 +1,6 @@
 """The data classes of a recipe, and the stages compose and load that read one."""
 
+from rlflow.recipe.options import RunOptions, Trace, Tune
 from rlflow.recipe.recipe import (
     Checkpoints,
     Data,
@@ -8,8 +9,6 @@ from rlflow.recipe.recipe import (
     Optimizer,
     Recipe,
     Role,
-    Trace,
-    Tune,
 )
 
-__all__ = ["Checkpoints", "Data", "Expect", "Model", "Optimizer", "Recipe", "Role", "Trace", "Tune"]
+__all__ = ["Checkpoints", "Data", "Expect", "Model", "Optimizer", "Recipe", "Role", "RunOptions", "Trace", "Tune"]

@@ -5,12 +5,11 @@ Cluster shapes such as ``2x8@h200`` are options of the group ``cluster`` that ex
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Any, cast
 
-from annotated_types import Gt
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.config_search_path import ConfigSearchPath
@@ -22,45 +21,20 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 
 from rlflow.errors import FileError, RecipeError, UserError, below
-from rlflow.recipe import Recipe, Trace, Tune, sources
+from rlflow.recipe import Recipe, sources
 from rlflow.recipe.arguments import CONF as CONF
 from rlflow.recipe.arguments import hydra_arguments, recipe_argument
 from rlflow.recipe.composing_errors import COMPOSING_ERRORS, composing_error
 from rlflow.recipe.interpolations import to_mapping
 from rlflow.recipe.load import load
+from rlflow.recipe.options import CommandOptions
 from rlflow.recipe.yaml_files import read_yaml
 from rlflow.resources.cluster import Cluster, cluster_from, parse_shape
 from rlflow.resources.time.calibration import Calibration, calibration_from
-from rlflow.schema import Count, Section, check_values, parse
+from rlflow.schema import check_values, parse
 
 # Set on import, because the processes of a launcher get the registered sources from the one that started them.
 sources.FileConfigSource.trusted_file = (CONF / "config.yaml").resolve()
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunOptions(Section):
-    """The keys of the configuration that do not belong to the recipe."""
-
-    cluster: Mapping[str, Any]
-    """A shape such as ``2x8@h200``, ``auto``, ``local``, or a file in ``conf/cluster`` with the keys below."""
-    dry_run: bool
-    """Print the plan and stop."""
-    plan: str | None
-    """A plan.json to run in place of a recipe."""
-    resume: bool | str
-    """The folder of a run to continue; true: the last run of this recipe."""
-    explain: bool
-    """Show more of the plan: the graph, all alternatives and limits."""
-    tune: Tune
-    """Find faster micro-batches and sequence counts in the first steps; ``adaptive``: in all steps."""
-    trace: Trace
-    """Write trace.json, a timeline of every node on every worker; ``[3,4]``: of these steps alone."""
-    profile: tuple[Count, ...]
-    """The steps in which torch's profiler records the operations of all engines; the traces are in profiles/."""
-    calibration: str | None
-    """A YAML file with measured efficiencies for each kind of GPU, or the folder of a finished run."""
-    deadline_hours: Annotated[float, Gt(0)] | None = None
-    """The hours in which the run should be finished: a sweep ranks those that are by cost."""
 
 
 class ShapeSource(ConfigSource):
@@ -160,9 +134,9 @@ def _shipped_recipe(name: str) -> Recipe:
     return recipe_from_config(compose([f"recipe={name}"]))
 
 
-def run_options_from_config(config: DictConfig) -> RunOptions:
+def options_from_config(config: DictConfig) -> CommandOptions:
     """Return the options in a configuration. Raises RecipeError."""
-    return parse(RunOptions, to_mapping(OmegaConf.masked_copy(config, _option_keys())), "")
+    return parse(CommandOptions, to_mapping(OmegaConf.masked_copy(config, _option_keys())), "")
 
 
 def _recipe_part(config: DictConfig) -> DictConfig:
@@ -171,7 +145,7 @@ def _recipe_part(config: DictConfig) -> DictConfig:
 
 
 def _option_keys() -> list[str]:
-    return [field.name for field in fields(RunOptions)]
+    return [field.name for field in fields(CommandOptions)]
 
 
 def load_cluster(name: str, config_dir: Path | None = None) -> Cluster:
@@ -185,7 +159,7 @@ def _shipped_cluster(name: str) -> Cluster:
 
 
 def _composed_cluster(name: str, config_dir: Path | None) -> Cluster:
-    return cluster_from(run_options_from_config(compose([f"cluster={name}"], config_dir)).cluster)
+    return cluster_from(options_from_config(compose([f"cluster={name}"], config_dir)).cluster)
 
 
 def cluster_of_hosts(devices: Mapping[str, Sequence[str]], config_dir: Path | None = None) -> Cluster:
@@ -221,7 +195,7 @@ def cluster_of_hosts(devices: Mapping[str, Sequence[str]], config_dir: Path | No
     return cluster_from({"hosts": hosts, "gpus": {kind: asdict(gpus[kind]) for kind in used}})
 
 
-def load_calibration(options: RunOptions, cluster: Cluster) -> Calibration:
+def load_calibration(options: CommandOptions, cluster: Cluster) -> Calibration:
     """Return the measured efficiencies in the file ``calibration``; empty without one. Raises RecipeError."""
     if options.calibration is None:
         return {}

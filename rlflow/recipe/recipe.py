@@ -17,11 +17,6 @@ from rlflow.resources.models.lora import Lora
 from rlflow.resources.workload import Overlap
 from rlflow.schema import Count, CountOrZero, Section, Steps, Text
 
-# A run with ``tune`` adjusts the sizes that its recipe leaves open; "adaptive" keeps tuning them throughout the run.
-Tune = bool | Literal["adaptive"]
-# The steps of a run that are traced, counted from 1: all, none, or some.
-Trace = bool | tuple[int, ...]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Model(Section):

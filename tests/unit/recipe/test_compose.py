@@ -4,7 +4,7 @@ import pytest
 
 import rlflow
 from rlflow.errors import RecipeError
-from rlflow.recipe.compose import cluster_of_hosts, compose, load_cluster, run_options_from_config
+from rlflow.recipe.compose import cluster_of_hosts, compose, load_cluster, options_from_config
 from tests.conftest import CONFIG_DIR
 from tests.helpers import load
 
@@ -54,7 +54,7 @@ def test_kinds_of_gpu_of_the_users_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize("override", ["dry_run=maybe", "resume=3", "plan=[1]", "tune=sometimes"])
 def test_a_wrong_word_at_the_front_door(override: str) -> None:
     with pytest.raises(RecipeError, match=f"^{override.split('=')[0]}: .* is not valid"):
-        run_options_from_config(compose([override]))
+        options_from_config(compose([override]))
 
 
 @pytest.mark.parametrize(

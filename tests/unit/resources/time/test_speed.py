@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from rlflow.errors import PlacementError, RecipeError
-from rlflow.recipe.compose import compose, load_calibration, load_cluster, run_options_from_config
+from rlflow.recipe.compose import compose, load_calibration, load_cluster, options_from_config
 from rlflow.resources.cluster import Gpu, cluster_from
 from rlflow.resources.time.calibration import calibration_from
 from rlflow.resources.time.speed import Efficiency, Speed, gpu_speed
@@ -79,7 +79,7 @@ def test_calibration_is_by_kind_and_strict() -> None:
 def test_a_calibration_that_is_no_calibration(content: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(content)
-    options = run_options_from_config(compose(["recipe=grpo_tiny", f"calibration={path}"]))
+    options = options_from_config(compose(["recipe=grpo_tiny", f"calibration={path}"]))
     with pytest.raises(RecipeError) as raised:
         load_calibration(options, load_cluster("local"))
     assert str(raised.value).startswith(message)
@@ -90,7 +90,7 @@ def test_a_calibration_that_is_no_calibration(content: str, message: str, tmp_pa
 def test_a_calibration_may_leave_out_figures(content: str, tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(content)
-    options = run_options_from_config(compose(["recipe=grpo_tiny", f"calibration={path}"]))
+    options = options_from_config(compose(["recipe=grpo_tiny", f"calibration={path}"]))
     assert load_calibration(options, load_cluster("local"))["cpu"].matmul == 0.9
 
 
