@@ -39,8 +39,6 @@ FAKE = ("--config-dir", str(CONFIG_DIR), "recipe=fake")
 # Tests that run with each recipe have these few in `make check`, and all in `make test`.
 FEW = {"grpo_tiny", "ppo_tiny", "dpo_7b", "grpo_32b"}
 NAMES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
-RECIPES = [pytest.param(name, marks=() if name in FEW else pytest.mark.slow, id=name) for name in NAMES]
-# The same for loops.
 SETS_OF_RECIPES = [
     pytest.param(sorted(FEW), id="few"),
     pytest.param([name for name in NAMES if name not in FEW], marks=pytest.mark.slow, id="others"),

@@ -10,14 +10,22 @@ import rlflow
 from rlflow.compiler.plan import Plan
 from rlflow.report.console import WIDTH
 from rlflow.report.plan_text import render
-from tests.conftest import RECIPES
+from tests.conftest import FEW, NAMES
 from tests.helpers import load
 
-CLUSTERS = ["local", "2x8", *(pytest.param(each, marks=pytest.mark.slow) for each in ("7x8+1x7", "1x4+1x2@h200"))]
+CLUSTERS = ["2x8", "7x8+1x7", "1x4+1x2@h200"]
+# Tiny recipes are for one machine.
+PICTURES = [(recipe, "local") for recipe in NAMES]
+PICTURES += [(recipe, cluster) for recipe in NAMES if "tiny" not in recipe for cluster in CLUSTERS]
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("cluster", CLUSTERS)
+@pytest.mark.parametrize(
+    ("recipe", "cluster"),
+    [
+        pytest.param(recipe, cluster, marks=() if recipe in FEW and cluster in ("local", "2x8") else pytest.mark.slow)
+        for recipe, cluster in PICTURES
+    ],
+)
 def test_picture(recipe: str, cluster: str, golden: Callable[[str, str], None]) -> None:
     text = drawn(rlflow.compile(load(f"recipe={recipe}"), cluster), 100)
     assert max(map(len, text.splitlines())) <= 100
