@@ -10,7 +10,7 @@ smallest gain; the time of the longest run; and the longest time until an evalua
 import argparse
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
@@ -21,7 +21,7 @@ from rich.table import Table
 import rlflow
 from benchmarks.reporting import Goal, finish
 from rlflow.compiler.plan import Plan
-from rlflow.recipe import Model, Recipe
+from rlflow.recipe import Model
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.protocols import Observer
 from rlflow.runtime.run import run
@@ -61,24 +61,33 @@ class Watch(Observer):
         self.evaluations.append((time.perf_counter() - self._began, figure))
 
 
+def plan_of(algorithm: str, seed: int = 0) -> Plan:
+    return rlflow.compile(rlflow.load([f"recipe={algorithm}_tiny", f"seed={seed}"]), "local")
+
+
+def plans(folder: Path) -> Iterator[Plan]:
+    """Yield the plans of the runs."""
+    yield from map(plan_of, ALGORITHMS)
+
+
 def learned(algorithm: str, seed: int) -> Learned:
-    recipe = rlflow.load([f"recipe={algorithm}_tiny", f"seed={seed}"])
+    plan = plan_of(algorithm, seed)
     with tempfile.TemporaryDirectory() as folder:
         if algorithm == "sft":
-            return from_examples(recipe, Path(folder))
+            return from_examples(plan, Path(folder))
         watch = Watch()
-        report = run(rlflow.compile(recipe, "local"), Path(folder) / "run", LocalRuntime(), [watch])
+        report = run(plan, Path(folder) / "run", LocalRuntime(), [watch])
     (_, before), (_, after) = watch.evaluations[0], watch.evaluations[-1]
     enough_s = next((seconds for seconds, figure in watch.evaluations if figure - before >= _GAIN), inf)
     return Learned(before, after, report.seconds, enough_s)
 
 
-def from_examples(recipe: Recipe, folder: Path) -> Learned:
-    """Run a recipe without evaluation, and evaluate its model before and after."""
-    report = run(rlflow.compile(recipe, "local"), folder / "run", LocalRuntime())
+def from_examples(plan: Plan, folder: Path) -> Learned:
+    """Run a plan without evaluation, and evaluate its model before and after."""
+    report = run(plan, folder / "run", LocalRuntime())
     made = Model(path=report.models["actor"], dtype="float32")
     before, after = (
-        exact_match(model, folder / name) for name, model in {"0": recipe.models["policy"], "1": made}.items()
+        exact_match(model, folder / name) for name, model in {"0": plan.recipe.models["policy"], "1": made}.items()
     )
     return Learned(before, after, report.seconds, report.seconds if after - before >= _GAIN else inf)
 

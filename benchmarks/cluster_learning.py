@@ -8,6 +8,7 @@ start from the same model. The table shows the held-out reward before and after,
 
 import argparse
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -15,6 +16,7 @@ from rich.table import Table
 
 import rlflow
 from benchmarks.reporting import Goal, finish
+from rlflow.compiler.plan import Plan
 
 _HOSTS = "2x1@cpu"
 _STEPS = 100
@@ -23,10 +25,26 @@ _GAIN = 0.4
 _SPREAD = tuple(f"roles.{role}.gpus=2" for role in ("actor", "reference", "rollout"))
 
 
-def gains(recipe: str, cluster: str, seed: int, *pins: str) -> tuple[float, float]:
-    """Return the held-out reward before and after training."""
+def plan_of(recipe: str, cluster: str, seed: int, *pins: str) -> Plan:
     overrides = (f"recipe={recipe}", f"seed={seed}", f"steps={_STEPS}", f"evaluation.every={_STEPS}", *pins)
-    plan = rlflow.compile(rlflow.load(overrides), cluster)
+    return rlflow.compile(rlflow.load(overrides), cluster)
+
+
+def local_plan(seed: int) -> Plan:
+    return plan_of("grpo_tiny", "local", seed)
+
+
+def plan_on_hosts(seed: int) -> Plan:
+    return plan_of("grpo_tiny_cluster", _HOSTS, seed, *_SPREAD)
+
+
+def plans(folder: Path) -> Iterator[Plan]:
+    """Yield the plans of the runs with one seed."""
+    yield from (local_plan(0), plan_on_hosts(0))
+
+
+def gains(plan: Plan) -> tuple[float, float]:
+    """Return the held-out reward before and after training."""
     with tempfile.TemporaryDirectory() as folder:
         report = rlflow.run(plan, Path(folder) / "run")
     assert report.eval_before is not None
@@ -42,9 +60,9 @@ def main() -> int:
     table = Table("seed", "before", "one process", "two hosts")
     local, hosts = [], []
     for seed in range(options.seeds):
-        before, after = gains("grpo_tiny", "local", seed)
+        before, after = gains(local_plan(seed))
         local.append(after - before)
-        _, there = gains("grpo_tiny_cluster", _HOSTS, seed, *_SPREAD)
+        _, there = gains(plan_on_hosts(seed))
         hosts.append(there - before)
         table.add_row(str(seed), f"{before:.3f}", f"{after:.3f}", f"{there:.3f}")
     Console().print(table)

@@ -152,6 +152,11 @@ def plan_of() -> Plan:
     return rlflow.compile(recipe, "2x3@cpu")
 
 
+def plans(folder: Path) -> Iterator[Plan]:
+    """Yield the plan of all runs."""
+    yield plan_of()
+
+
 def prompts(first: int, count: int) -> Prompts:
     numbers = np.arange(first, first + count)
     keys = np.stack([np.zeros(count, np.int64), numbers, np.zeros(count, np.int64)], axis=1)

@@ -24,7 +24,7 @@ that were spilled and the bytes of all messages of the controller.
 
 import argparse
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from mmap import mmap
@@ -47,6 +47,7 @@ from benchmarks.traffic import counted
 from benchmarks.transfer_queue import QueueWorker, TransferQueue, transfer_queue
 from rlflow.batch import Batch, Packed, Sequences
 from rlflow.compiler.lower import models_in_use
+from rlflow.compiler.plan import Plan
 from rlflow.data.source import load_rows, open_training_data
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.runtime.objects.budget import Budget, store_limits
@@ -65,6 +66,8 @@ from rlflow.runtime.step import train_step
 WORKERS, SAMPLES = 4, 4096
 MICRO_BATCH_TOKENS = 32768
 REPEATS = 5
+# Prompts and responses to each of the steps that are measured.
+SIZES = ((256, 16), (512, 32))
 STORE = 3_000_000_000
 # The padded batch exists twice while it passes through the controller.
 STORE_OF_WAYS = 6_000_000_000
@@ -250,9 +253,8 @@ class Steps:
     """Bytes of the controller's messages in a step."""
 
 
-def steps_of(prompts: int, group_size: int, steps: int = 5) -> Steps:
-    """Measure steps on a host with two CPUs, where every role uses both."""
-
+def plan_of(prompts: int, group_size: int) -> Plan:
+    """Return the plan of steps on a host with two CPUs, where every role uses both."""
     pins = [f"roles.{role}.{pin}" for role in ("actor", "rollout", "reference") for pin in ("engine=fake", "gpus=2")]
     quantiles = np.quantile(lengths_of(20000), (np.arange(200) + 0.5) / 200)
     recipe = rlflow.load(
@@ -268,8 +270,18 @@ def steps_of(prompts: int, group_size: int, steps: int = 5) -> Steps:
             f"expect.response_tokens={[round(each) for each in quantiles]}",
         ]
     )
-    plan = rlflow.compile(recipe, "1x2@cpu")
-    models = models_in_use(recipe)
+    return rlflow.compile(recipe, "1x2@cpu")
+
+
+def plans(folder: Path) -> Iterator[Plan]:
+    """Yield the plans of both sizes of a step."""
+    yield from (plan_of(*size) for size in SIZES)
+
+
+def steps_of(prompts: int, group_size: int, steps: int = 5) -> Steps:
+    """Measure steps of this size."""
+    plan = plan_of(prompts, group_size)
+    recipe, models = plan.recipe, models_in_use(plan.recipe)
     data_options = recipe.data
     tokenizer = load_tokenizer("policy", models["policy"])
     rows = load_rows(data_options, "split")
@@ -299,14 +311,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     json_file = parser.parse_args().json
-    cluster = rlflow.compile(rlflow.load(["recipe=grpo_tiny_cluster"]), "1x2@cpu").cluster
+    cluster = plan_of(*SIZES[0]).cluster
     with simulated(cluster, STORE_OF_WAYS):
         ways, padding, read = moved()
         spilled_by_ways = store_stats().spilled_bytes_total
     ways["TransferQueue"], read_from_queue = moved_by_queue()
     assert read_from_queue == read, "all methods must read the same values"
     with simulated(cluster, STORE):
-        small, large = steps_of(256, 16), steps_of(512, 32)
+        small, large = (steps_of(*size) for size in SIZES)
         spilled = spilled_by_ways + store_stats().spilled_bytes_total
     table = Table("method", "seconds", "relative to packed")
     for name, took in ways.items():

@@ -16,6 +16,7 @@ and their work bounds ``samples_per_second``. ``samples_per_driver_second`` coun
 import argparse
 import heapq
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -128,6 +129,11 @@ def plan_of(trainers: int, prompts: int, responses: int) -> Plan:
         ]
     )
     return rlflow.compile(recipe, f"1x2@cpu+2x{trainers // 2}@cpu")
+
+
+def plans(folder: Path) -> Iterator[Plan]:
+    """Yield the plan of the steps."""
+    yield plan_of(_TRAINERS, _PROMPTS, _RESPONSES)
 
 
 def measure_steps(plan: Plan, samples: int, steps: int = _STEPS) -> Steps:

@@ -29,8 +29,9 @@ from rich.table import Table
 
 from benchmarks.fault_hosts import stop_shared_hosts
 from benchmarks.fault_injection import Fault
-from benchmarks.fault_runs import LONG, SHORT_SILENCE_S, WIDE, Outcome, Trial, undisturbed
+from benchmarks.fault_runs import LONG, SHORT_SILENCE_S, SMALL, WIDE, Outcome, Trial, plan_of, undisturbed
 from benchmarks.reporting import Goal, finish
+from rlflow.compiler.plan import Plan
 from rlflow.runtime.ray.waits import SILENCE_S
 
 _FAULTS = 200
@@ -90,6 +91,11 @@ _QUICK = (
 )
 _CRASHES, _HOSTS, _STOPS = ("kill worker", "kill engine"), ("kill host",), ("stop", "stop host")
 _PROBLEMS = ("hangs", "untyped", "lost", "doubled", "different_weights", "metrics_differ", "leftovers", "unfinished")
+
+
+def plans(folder: Path) -> Iterator[Plan]:
+    """Yield the plans of the runs' sizes."""
+    yield from (plan_of(folder, size) for size in (SMALL, LONG, WIDE))
 
 
 def faults_of(seed: int) -> tuple[list[Fault], bool]:

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Con
 import rlflow
 from benchmarks.reporting import Goal, finish
 from rlflow.compiler.lower import models_in_use
+from rlflow.compiler.plan import Plan
 from rlflow.data.source import load_rows, open_training_data
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.runtime.local import LocalRuntime
@@ -122,36 +123,49 @@ def make_model(folder: Path, case: Case) -> None:
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
 
 
+def plan_of(folder: Path, case: Case) -> Plan:
+    """Return the plan of grpo_tiny with the benchmark's data and sizes, and the model in ``folder``."""
+    recipe = rlflow.load(
+        [
+            "recipe=grpo_tiny",
+            "models.policy.recipe=null",
+            f"models.policy.path={folder}",
+            "~data.options",
+            "~data.columns",
+            "data.source='benchmarks.grpo_vs_trl:rows'",
+            f"data.batch_size={PROMPTS}",
+            "data.max_prompt_tokens=16",
+            "evaluation=null",
+            f"graph.rollouts.group_size={GROUP}",
+            f"graph.rollouts.max_tokens={case.max_tokens}",
+            "graph.rewards.function='benchmarks.grpo_vs_trl:distinct_characters'",
+            f"graph.update.kl_coef={KL}",
+            "graph.update.num_minibatches=1",
+            "roles.actor.optimizer.learning_rate=1e-6",
+            "roles.actor.optimizer.warmup_steps=0",
+        ]
+    )
+    return rlflow.compile(recipe)
+
+
+def plans(folder: Path) -> Iterator[Plan]:
+    """Yield the plans of both cases. Their models are made in ``folder``."""
+    for case in (FULL_LENGTH, LONG_TAIL):
+        make_model(folder / case.name, case)
+        yield plan_of(folder / case.name, case)
+
+
 class Rlflow:
-    """The recipe grpo_tiny with the benchmark's model, data and sizes, a step at a time."""
+    """A run of rlflow, a step at a time. ``folder`` has the model, and gets the files of the run."""
 
     def __init__(self, folder: Path, case: Case) -> None:
-        recipe = rlflow.load(
-            [
-                "recipe=grpo_tiny",
-                "models.policy.recipe=null",
-                f"models.policy.path={folder}",
-                "~data.options",
-                "~data.columns",
-                "data.source='benchmarks.grpo_vs_trl:rows'",
-                f"data.batch_size={PROMPTS}",
-                "data.max_prompt_tokens=16",
-                "evaluation=null",
-                f"graph.rollouts.group_size={GROUP}",
-                f"graph.rollouts.max_tokens={case.max_tokens}",
-                "graph.rewards.function='benchmarks.grpo_vs_trl:distinct_characters'",
-                f"graph.update.kl_coef={KL}",
-                "graph.update.num_minibatches=1",
-                "roles.actor.optimizer.learning_rate=1e-6",
-                "roles.actor.optimizer.warmup_steps=0",
-            ]
-        )
-        self.plan = rlflow.compile(recipe)
+        self.plan = plan_of(folder, case)
+        recipe = self.plan.recipe
         models = models_in_use(recipe)
         tokenizer = load_tokenizer("policy", models["policy"])
         self.data = open_training_data(recipe.data, tokenizer, load_rows(recipe.data, "split"), recipe.seed)
         self.series = Series()
-        self._running = LocalRuntime().start(self.plan, models, Path())
+        self._running = LocalRuntime().start(self.plan, models, folder / "run")
         self._engines = self._running.__enter__()
 
     def step(self) -> None:

@@ -15,7 +15,7 @@ import json
 import random
 import shutil
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import cache
@@ -104,6 +104,11 @@ def plan_of(folder: Path, kind: str, **checkpoint_options: int) -> Plan:
     recipe |= {"steps": _STEPS, "evaluation": {"every": 2, "num_prompts": 10}}
     recipe["checkpoints"] = {"every": _EVERY, **checkpoint_options}
     return rlflow.compile(rlflow.load([f"recipe={write_recipe(recipe, folder)}"]), None)
+
+
+def plans(folder: Path) -> Iterator[Plan]:
+    """Yield the plans of the kinds of runs."""
+    yield from (plan_of(folder, kind) for kind in _KINDS)
 
 
 def disturbed(plan: Plan, folder: Path, fault: Fault, log: Path | None = None, steps: int | None = None) -> int | None:

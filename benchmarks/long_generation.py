@@ -80,6 +80,11 @@ def plan_of() -> Plan:
     return rlflow.compile(recipe, f"1x{ENGINES}@cpu")
 
 
+def plans(folder: Path) -> Iterator[Plan]:
+    """Yield the plan of both engines."""
+    yield plan_of()
+
+
 @contextmanager
 def alone(spec: EngineSpec, end_id: int) -> Iterator[list[Connection]]:
     """Start processes with only vLLM, one core each."""

@@ -35,6 +35,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import rlflow
 from benchmarks.reporting import Goal, finish
 from benchmarks.stepped_runs import Seconds, SteppedRun, cpu_seconds_of_all, timed_step
+from rlflow.compiler.plan import Plan
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.ray.runtime import RayRuntime
 from rlflow.runtime.run import run
@@ -72,6 +73,11 @@ class Cost:
 
     def __str__(self) -> str:
         return f"{self.share:6.2%} ({self.low:.2%} to {self.high:.2%})"
+
+
+def plans(folder: Path) -> Iterator[Plan]:
+    """Yield the plans of the run in this process and of the run on Ray."""
+    yield from (rlflow.compile(rlflow.load(_RECIPE), cluster) for cluster in (None, _HOST))
 
 
 def measure(folder: Path, steps: int) -> list[list[Seconds]]:

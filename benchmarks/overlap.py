@@ -11,6 +11,7 @@ compared with the planner's simulation of the same engines.
 import argparse
 import json
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
 from unittest.mock import patch
@@ -74,6 +75,20 @@ def plan_of(overlap: str, *overrides: str, cluster: str = "1x3@cpu") -> Plan:
     return rlflow.compile(recipe, cluster)
 
 
+def plans(folder: Path) -> Iterator[Plan]:
+    """Yield the plans of the runs with a paced engine, and of those with vLLM."""
+    yield from (plan_of(overlap, *APART) for overlap in CASES.values())
+    yield from (plan_of(overlap, *SHARED) for overlap in SHARED_CASES.values())
+    yield from real_plans()
+
+
+def real_plans() -> Iterator[Plan]:
+    """Yield the plans of a synchronous and of an overlapped run with vLLM and DeepSpeed on two hosts."""
+    for overlap in (CASES["synchronous"], CASES["k = 2"]):
+        pins = ("roles.rollout.colocate=[]", "roles.actor.engine=deepspeed", "graph.rollouts.max_tokens=256")
+        yield plan_of(overlap, *pins, cluster="2x1@cpu")
+
+
 def measured(plan: Plan) -> dict[str, float]:
     """Return the mean seconds of a step, and the mean of its other figures."""
     with tempfile.TemporaryDirectory() as folder:
@@ -109,10 +124,7 @@ def bound(*, takes_turns: bool) -> float:
 
 def real_over_synchronous() -> float:
     """Return how many times as many steps overlap makes in the same time, with vLLM and DeepSpeed on two hosts."""
-    seconds = []
-    for overlap in (CASES["synchronous"], CASES["k = 2"]):
-        pins = ("roles.rollout.colocate=[]", "roles.actor.engine=deepspeed", "graph.rollouts.max_tokens=256")
-        seconds.append(measured(plan_of(overlap, *pins, cluster="2x1@cpu"))["seconds"])
+    seconds = [measured(plan)["seconds"] for plan in real_plans()]
     print(f"vLLM and DeepSpeed: {seconds[0]:.2f} s synchronous, {seconds[1]:.2f} s with k = 2")
     return seconds[0] / seconds[1]
 

@@ -25,6 +25,7 @@ from rlflow.commands.calibrate.__main__ import calibrate
 from rlflow.commands.calibrate.fit import calibration_of_run
 from rlflow.commands.calibrate.probes import Probe, recipe_of, run, write_recipe
 from rlflow.compiler import compile_recipe
+from rlflow.compiler.plan import Plan
 from rlflow.recipe.compose import load_cluster
 
 _STEPS = 6
@@ -100,6 +101,12 @@ def _recipe(model: str, cluster: str, folder: Path) -> tuple[str, ...]:
 def _without_warmup(*roles: str) -> tuple[str, ...]:
     """Return arguments that leave out the warm-ups of learning rates, which are longer than these runs."""
     return tuple(f"roles.{role}.optimizer.warmup_steps=0" for role in roles)
+
+
+def plans(folder: Path) -> Iterator[Plan]:
+    """Yield the plans of the runs, before they are calibrated."""
+    for case in cases(folder, quick=False):
+        yield rlflow.compile(rlflow.load(case.arguments), case.cluster)
 
 
 def measure(case: Case, calibration: Path, folder: Path) -> Result:

@@ -67,6 +67,12 @@ def random_plans(cluster: Cluster, count: int, seed: int) -> Iterator[Plan]:
         count -= 1
 
 
+def plans(folder: Path) -> Iterator[Plan]:
+    """Yield a random plan for each shape of hosts."""
+    for shape in SHAPES:
+        yield from random_plans(load_cluster(shape), 1, seed=0)
+
+
 def _asking(given: Requirements, roles: Sequence[str], cluster: Cluster, draw: random.Random) -> Requirements:
     demands = {demand.role: demand for demand in given.demands}
     tasks = {task.role: task for task in given.workload.tasks if task.role}

@@ -8,6 +8,7 @@ engines and four scoring models. Each figure is the median of five runs after a 
 
 import argparse
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -16,6 +17,7 @@ import rlflow
 from benchmarks.reporting import Goal, finish
 from rlflow.compiler import compile_recipe
 from rlflow.compiler.lower import Requirements, lower
+from rlflow.compiler.plan import Plan
 from rlflow.compiler.wire import wire
 from rlflow.recipe.compose import load_cluster
 from rlflow.resources.planner.search.search import Search
@@ -63,6 +65,13 @@ def ten_roles() -> Requirements:
             copies=tuple(WeightSync(source="actor", target=role) for role in written),
         ),
     )
+
+
+def plans(folder: Path) -> Iterator[Plan]:
+    """Yield the plans whose times are measured, without that of ten roles."""
+    for case in CASES:
+        if case.recipe is not None:
+            yield rlflow.compile(rlflow.load([f"recipe={case.recipe}"]), case.cluster)
 
 
 def seconds(case: Case) -> float:

@@ -77,12 +77,17 @@ def plan_of(case: Case) -> Plan:
             f"models.policy={{recipe: null, random_weights: true, characters: '{characters}', dtype: float32}}",
             f"models.policy.architecture={figures}",
             "roles.rollout.engine=vllm",
-            "roles.actor.optimizer={learning_rate: 1.0e-30}",
+            "roles.actor.optimizer={learning_rate: 1.0e-12}",
             f"data.batch_size={PROMPTS}",
             f"graph.rollouts={{group_size: {GROUP_SIZE}, max_tokens: {case.max_tokens}}}",
         ]
     )
     return rlflow.compile(recipe, "1x1@cpu")
+
+
+def plans(folder: Path) -> Iterator[Plan]:
+    """Yield the plans of the runs."""
+    yield from map(plan_of, CASES)
 
 
 def vllm_alone(spec: EngineSpec, sampling: dict[str, Any], connection: Connection) -> None:

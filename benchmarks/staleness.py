@@ -8,6 +8,7 @@ runs as advised. Takes about an hour on two cores.
 
 import argparse
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
 
@@ -16,6 +17,7 @@ from rich.table import Table
 
 import rlflow
 from benchmarks.reporting import Goal, finish
+from rlflow.compiler.plan import Plan
 
 CORRECTED = (
     "graph.old_logprobs={node: logprobs, role: actor}",
@@ -34,14 +36,22 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
 STEPS, LOSS = 150, 0.03
 
 
-def curve(staleness: int, added: tuple[str, ...], seed: int) -> list[float]:
-    """Return the held-out scores of a run, from before training to its end."""
+def plan_of(staleness: int, added: tuple[str, ...], seed: int = 0) -> Plan:
     overrides = (
         *("recipe=grpo_tiny", f"seed={seed}", f"steps={STEPS}", "evaluation.every=25", "roles.rollout.colocate=[]"),
         f"overlap.max_staleness={staleness}",
         *added,
     )
-    plan = rlflow.compile(rlflow.load(overrides), "1x2@cpu")
+    return rlflow.compile(rlflow.load(overrides), "1x2@cpu")
+
+
+def plans(folder: Path) -> Iterator[Plan]:
+    """Yield the plans of the runs with one seed."""
+    yield from (plan_of(*case) for case in CASES.values())
+
+
+def curve(plan: Plan) -> list[float]:
+    """Return the held-out scores of a run, from before training to its end."""
     with tempfile.TemporaryDirectory() as folder:
         report = rlflow.run(plan, Path(folder) / "run")
         return [line["evaluation/reward"] for line in report.history() if "evaluation/reward" in line]

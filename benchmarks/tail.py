@@ -19,7 +19,7 @@ is still missing then is not due to the placement of samples on engines.
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import NormalDist
@@ -33,6 +33,7 @@ import rlflow
 from benchmarks.engine_simulator import Outcome, Samples, Speed, simulate
 from benchmarks.reporting import Goal, finish
 from benchmarks.tail_sources import Oracle, fifo, static
+from rlflow.compiler.plan import Plan
 from rlflow.recipe.compose import load_cluster
 from rlflow.resources.time.decoding import decoder_of
 from rlflow.resources.time.lengths import Lengths
@@ -83,9 +84,18 @@ GOAL = 0.92
 CASES = ((SMALL, 0.3), (SMALL, 0.5), (SMALL, 0.7), (LARGE, 0.5))
 
 
+def plan_of(site: Site) -> Plan:
+    return rlflow.compile(rlflow.load([f"recipe={site.recipe}"]), "1x8")
+
+
+def plans(folder: Path) -> Iterator[Plan]:
+    """Yield the plans of the models that are simulated."""
+    yield from (plan_of(site) for site in (SMALL, LARGE))
+
+
 def engine_of(site: Site) -> tuple[Speed, Capacity]:
     """Return an engine's speed and room: 0.85 of the GPUs' memory without the weights."""
-    model = rlflow.load([f"recipe={site.recipe}"]).models["policy"].architecture
+    model = plan_of(site).recipe.models["policy"].architecture
     cluster = load_cluster("1x8")
     gpu = next(iter(cluster.gpus.values()))
     assert model is not None

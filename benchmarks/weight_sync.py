@@ -9,6 +9,7 @@ table also shows vLLM's own share, because vLLM repacks the weights for its kern
 import argparse
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 
@@ -19,6 +20,7 @@ from rich.table import Table
 import rlflow
 from benchmarks.reporting import Goal, finish
 from rlflow.compiler.lower import models_in_use
+from rlflow.compiler.plan import Plan
 from rlflow.engines.causal_lm.pretrained import load_model
 from rlflow.runtime.ray.role_workers import RoleWorkers
 from rlflow.runtime.ray.runtime import RayRuntime
@@ -33,13 +35,17 @@ _OVERRIDES = (
 )
 
 
+def plans(folder: Path) -> Iterator[Plan]:
+    """Yield the plan of both engines."""
+    yield rlflow.compile(rlflow.load(_OVERRIDES), "1x1@cpu")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     json_file = parser.parse_args().json
-    recipe = rlflow.load(list(_OVERRIDES))
-    plan = rlflow.compile(recipe, "1x1@cpu")
-    models = models_in_use(recipe)
+    (plan,) = plans(Path())
+    models = models_in_use(plan.recipe)
     own = load_model("policy", models["policy"], device="cpu", dtype=torch.float32, seed=0).state_dict()
     again = {name: tensor.clone() for name, tensor in own.items()}
     new_s, used_s, syncs, shares = [], [], [], []
