@@ -64,8 +64,8 @@ def main() -> int:
     options = parser.parse_args()
     table = Table("run", "seed", *(str(step) for step in range(0, STEPS + 1, 25)), title="held-out score")
     figures = {}
-    for name, (staleness, added) in CASES.items():
-        curves = [curve(staleness, added, seed) for seed in range(options.seeds)]
+    for name, case in CASES.items():
+        curves = [curve(plan_of(*case, seed)) for seed in range(options.seeds)]
         for seed, scores in enumerate(curves):
             table.add_row(name, str(seed), *(f"{score:.3f}" for score in scores))
         figures[f"score_{name}"] = fmean(scores[-1] for scores in curves)
