@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+_MAX_CHARACTERS = 2**23
+"""Characters of a prompt that is encoded. A longer one is too long for every model, and would take minutes."""
 # The roles of a message with instructions before the user's first turn.
 _INSTRUCTION_ROLES = ("system", "developer")
 
@@ -83,16 +85,51 @@ class Encoded:
 
 
 def encode(
-    data: Data, tokenizer: "PreTrainedTokenizerBase", rows: Rows, split: Split, responses: Sequence[str]
+    data: Data,
+    tokenizer: "PreTrainedTokenizerBase",
+    rows: Rows,
+    split: Split,
+    responses: Sequence[str],
+    num_embeddings: int | None = None,
 ) -> Encoded:
-    """Encode the prompts of all rows, and the columns named in ``responses``. Raises RecipeError."""
+    """Encode the prompts of all rows, and the columns named in ``responses``. Raises RecipeError.
+
+    ``num_embeddings`` is the number of tokens that the model has embeddings for, if it is known.
+    """
     if not rows:
         empty = Packed.from_rows([], np.int32)
         return Encoded(rows, empty, (empty,) * len(responses))
     _check_responses(data, rows, responses)
-    prompt_ids = _encode_prompts(data, tokenizer, rows)
+    is_huge = np.array([_num_characters(row.get("prompt")) > _MAX_CHARACTERS for row in rows])
+    if is_huge.any() and data.overlong != "drop":
+        fact = f"has a prompt of more than {_MAX_CHARACTERS} characters"
+        raise _row_error(data, int(is_huge.argmax()), fact, fix="data.overlong=drop, or shorten the prompt")
+    # Something short stands for these prompts, whose rows are dropped.
+    short_rows = [{**row, "prompt": "1"} if huge else row for row, huge in zip(rows, is_huge, strict=True)]
+    prompt_ids = _encode_prompts(data, tokenizer, short_rows)
     columns = tuple(_encode_responses(data, tokenizer, rows, name) for name in responses)
-    return _apply_prompt_limit(data, split, Encoded(rows, prompt_ids, columns))
+    if num_embeddings is not None:
+        for ids in (prompt_ids, *columns):
+            _check_embeddings(data, tokenizer, ids, num_embeddings)
+    return _apply_prompt_limit(data, split, Encoded(rows, prompt_ids, columns), is_huge)
+
+
+def _num_characters(prompt: Any) -> int:
+    """Return the characters of a text, or of the messages of a conversation."""
+    if is_conversation(prompt):
+        return sum(_num_characters(message.get("content")) for message in prompt)
+    return len(prompt) if isinstance(prompt, str) else 0
+
+
+def _check_embeddings(data: Data, tokenizer: "PreTrainedTokenizerBase", ids: Packed, num_embeddings: int) -> None:
+    """Raise RecipeError for a token that the model has no embedding for: a GPU would name neither token nor row."""
+    beyond = np.flatnonzero(ids.values >= num_embeddings)
+    if beyond.size:
+        row, token = int(np.searchsorted(ids.offsets, beyond[0], side="right")) - 1, int(ids.values[beyond[0]])
+        name = tokenizer.convert_ids_to_tokens(token)
+        fact = f"has the token '{name}' (id {token}), and the model has embeddings for {num_embeddings} tokens"
+        fix = "resize the model's embeddings (resize_token_embeddings in transformers), or remove the token"
+        raise _row_error(data, row, fact, fix)
 
 
 def _check_responses(data: Data, rows: Rows, responses: Sequence[str]) -> None:
@@ -110,10 +147,13 @@ def missing_column_error(data: Data, path: str, column: str, row: Mapping[str, A
     return RecipeError(path, f"no column '{column}' in '{data.source}'", known=sorted(row), fix=fix)
 
 
-def _apply_prompt_limit(data: Data, split: Split, encoded: Encoded) -> Encoded:
-    """Drop or shorten prompts that are too long, or raise RecipeError, as ``data.overlong`` says."""
+def _apply_prompt_limit(data: Data, split: Split, encoded: Encoded, is_huge: NDArray[np.bool_]) -> Encoded:
+    """Drop or shorten prompts that are too long, or raise RecipeError, as ``data.overlong`` says.
+
+    Huge prompts [P] are too long, whatever tokens stand for them.
+    """
     ids, limit = encoded.prompt_ids, data.max_prompt_tokens
-    is_short = ids.lengths <= limit
+    is_short = (ids.lengths <= limit) & ~is_huge
     too_long, total = int((~is_short).sum()), len(ids)
     if not too_long:
         return encoded
@@ -154,8 +194,8 @@ def _column(data: Data, rows: Rows, name: str) -> list[Any]:
     return values
 
 
-def _row_error(data: Data, row: int, fact: str) -> RecipeError:
-    return RecipeError("data.source", f"row {row} of '{data.source}' {fact}", fix="remove the row")
+def _row_error(data: Data, row: int, fact: str, fix: str = "remove the row") -> RecipeError:
+    return RecipeError("data.source", f"row {row} of '{data.source}' {fact}", fix=fix)
 
 
 def _encode_prompts(data: Data, tokenizer: "PreTrainedTokenizerBase", rows: Rows) -> Packed:
@@ -175,8 +215,7 @@ def _encode_prompts(data: Data, tokenizer: "PreTrainedTokenizerBase", rows: Rows
             texts = render_all(partial(_format_chat, data, tokenizer), column)
         except TemplateError as error:
             fact = f"the tokenizer's chat template {error} of '{data.source}'"
-            fix = "remove such rows, or set data.system_prompt=null if the chat template has no system role"
-            raise RecipeError("data.source", fact, fix=fix) from None
+            raise RecipeError("data.source", fact, fix=_fix_for_texts(data)) from None
         encoded = _convert_errors(data, lambda: tokenizer(texts, add_special_tokens=False)["input_ids"])
     elif any(not isinstance(prompt, str) for prompt in column):
         raise RecipeError(
@@ -212,6 +251,11 @@ def _format_chat(data: Data, tokenizer: "PreTrainedTokenizerBase", prompt: Any) 
     return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
 
+def _fix_for_texts(data: Data) -> str:
+    no_system_role = ", or set data.system_prompt=null if the chat template has no system role"
+    return "remove such rows" + (no_system_role if data.system_prompt is not None else "")
+
+
 def _convert_errors(data: Data, encode: Callable[[], T]) -> T:
     """Turn an error of a tokenizer into a RecipeError."""
     try:
@@ -220,7 +264,7 @@ def _convert_errors(data: Data, encode: Callable[[], T]) -> T:
         raise RecipeError(
             "data.source",
             f"the tokenizer refuses a text of '{data.source}' ({first_line(error)})",
-            fix="remove such rows, or set data.system_prompt=null if the chat template has no system role",
+            fix=_fix_for_texts(data),
         ) from None
 
 

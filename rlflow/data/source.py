@@ -201,23 +201,23 @@ def open_training_data(
     rows: Rows,
     seed: int,
     *,
+    num_embeddings: int | None = None,
     edge: Literal["prompts", "examples", "pairs"] = "prompts",
     held_out: Mapping[str, tuple[Data, Rows]] | None = None,
-    ahead: int = 0,
-    steps: int = 0,
-    resumed_at: tuple[int, int] = (0, 0),
 ) -> DataSource:
     """Encode all rows of training and evaluation for an ``edge`` of the graph. Raises RecipeError.
 
-    ``held_out`` has the rows of each evaluation set, with the data that they come from.
+    ``held_out`` has the rows of each evaluation set, with the data that they come from, and ``num_embeddings`` is the
+    number of tokens that the model has embeddings for.
     """
     names = _RESPONSES[edge]
-    train = encode(data, tokenizer, rows, "split", names)
+    train = encode(data, tokenizer, rows, "split", names, num_embeddings)
     sets: dict[str, Prompts | Pairs] = {}
     warnings = [*train.warnings]
     for name, (of_set, held_out_rows) in (held_out or {}).items():
         with _at_evaluation_set(name):
-            encoded = encode(of_set, tokenizer, held_out_rows, "eval_split", names if edge == "pairs" else ())
+            responses = names if edge == "pairs" else ()
+            encoded = encode(of_set, tokenizer, held_out_rows, "eval_split", responses, num_embeddings)
         keys = _keys(0, len(encoded.rows))
         prompts = Prompts(keys=keys, ids=encoded.prompt_ids, rows=tuple(encoded.rows))
         sets[name] = make_pairs(keys, encoded.prompt_ids, *encoded.responses) if edge == "pairs" else prompts
@@ -230,9 +230,6 @@ def open_training_data(
         train.responses[0] if names else None,
         sets,
         train.responses[1] if edge == "pairs" else None,
-        ahead=ahead,
-        steps=steps,
-        resumed_at=resumed_at,
         warnings=tuple(warnings),
         tokenizer=tokenizer,
     )

@@ -257,14 +257,13 @@ def _open_data(
         load_tokenizer(name, models[name]),
         rows,
         recipe.seed,
+        num_embeddings=architecture.vocab_size if (architecture := models[name].architecture) else None,
         held_out=held_out,
         edge="pairs" if "pairs" in graph.sources else "examples" if "examples" in graph.sources else "prompts",
-        ahead=prompts_ahead(graph, recipe.data.batch_size),
-        steps=recipe.steps,
-        resumed_at=(progress.step, progress.rows),
     )
     check_examples(plan, data)
-    return data
+    num_ahead = prompts_ahead(graph, recipe.data.batch_size)
+    return replace(data, ahead=num_ahead, steps=recipe.steps, resumed_at=(progress.step, progress.rows))
 
 
 def _warn(observer: Observer, warnings: Sequence[str]) -> list[str]:

@@ -5,8 +5,11 @@ from typing import Any
 
 import pytest
 
+from rlflow.data import encoding
 from rlflow.data.source import DataSource, load_rows, open_training_data
+from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.errors import RecipeError
+from tests.helpers import MODEL
 from tests.unit.data.test_source import TOKENIZER, data, write
 
 ROWS: list[dict[str, Any]] = [
@@ -82,3 +85,32 @@ def test_nothing_is_left(tmp_path: Path) -> None:
 
 def test_there_is_no_warning_without_long_rows(tmp_path: Path) -> None:
     assert opened(tmp_path, overlong="drop", max_prompt_tokens=8).warnings == ()
+
+
+def test_a_huge_prompt_is_too_long_without_being_encoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoding, "_MAX_CHARACTERS", 7)
+    source = opened(tmp_path, max_prompt_tokens=100, overlong="drop")
+    assert list(texts(source)) == ["1+1=", "2+2="]
+    assert "data.overlong: 2 of 4 prompts of 'train' are longer than 100 tokens and are dropped" in source.warnings
+    for choice in ("error", "truncate_left"):
+        with pytest.raises(RecipeError, match=r"row 1 of .* has a prompt of more than 7 characters") as raised:
+            opened(tmp_path, max_prompt_tokens=100, overlong=choice)
+        assert raised.value.notes["Fix"] == "data.overlong=drop, or shorten the prompt"
+
+
+@pytest.mark.parametrize("edge", ["prompts", "examples", "pairs"])
+def test_a_token_without_an_embedding_is_named(edge: Any, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer("policy", MODEL)
+    tokenizer.add_tokens(["<think>"])
+    rows = [{"prompt": "1+1=", "response": "2"}, {"prompt": "2+2=", "response": "<think>4"}]
+    if edge == "prompts":
+        rows[1]["prompt"] = "<think>2+2="
+    columns = {"chosen": "response", "rejected": "response"} if edge == "pairs" else {}
+    options = data(write(tmp_path / "rows.jsonl", rows), columns=columns, max_prompt_tokens=20, batch_size=1)
+    open_training_data(options, tokenizer, load_rows(options, "split"), 0, edge=edge, num_embeddings=len(tokenizer))
+    num_tokens = len(tokenizer) - 1
+    with pytest.raises(RecipeError, match="row 1 of") as raised:
+        open_training_data(options, tokenizer, load_rows(options, "split"), 0, edge=edge, num_embeddings=num_tokens)
+    fact = f"has the token '<think>' (id {num_tokens}), and the model has embeddings for {num_tokens} tokens"
+    assert raised.value.path == "data.source"
+    assert fact in str(raised.value)
