@@ -60,7 +60,7 @@ class PassBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """How a library computes a pass."""
+    """The way in which a library computes a pass."""
 
     value_bytes: float = 2
     """The size of an activation."""
