@@ -160,10 +160,21 @@ def load_rows(data: Data, field: Literal["split", "eval_split"]) -> Rows:
             f"data.{field}", f"'{split}' of '{data.source}' has no rows", fix="choose another split or source"
         )
     for name, column in data.columns.items():
-        if column not in rows[0]:
+        if column not in rows[0] and column.partition(".")[0] not in rows[0]:
             raise missing_column_error(data, f"data.columns.{name}", column, rows[0])
     # Read from the original row, so that two columns can be swapped.
-    return split_answers([{**row, **{name: row.get(column) for name, column in data.columns.items()}} for row in rows])
+    columns = data.columns.items()
+    return split_answers([{**row, **{name: _value(row, column) for name, column in columns}} for row in rows])
+
+
+def _value(row: Mapping[str, Any], column: str) -> Any:
+    """Return the value of a column, or of a field inside of it, such as ``reward_model.ground_truth``."""
+    if column in row:
+        return row[column]
+    value: Any = row
+    for key in column.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
 
 
 def load_held_out(data: Data, evaluation: Evaluation | None) -> dict[str, tuple[Data, Rows]]:

@@ -102,7 +102,7 @@ class Data(Section):
     """Arguments of the function."""
     columns: Mapping[str, str] = field(default_factory=dict)
     """The data set's column for each name used here: ``prompt``, ``response``, for pairs ``chosen`` and ``rejected``,
-    and the names that the reward reads."""
+    and the names that the reward reads. A dot reaches into a column: ``reward_model.ground_truth``."""
     system_prompt: str | None = None
     """The system message of every prompt that has none of its own. The tokenizer needs a chat template."""
     batch_size: Count

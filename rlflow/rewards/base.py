@@ -3,10 +3,8 @@
 A reward function returns a number for each response, or a ``Failure`` with a reason.
 """
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 from rlflow.errors import first_line
@@ -55,17 +53,6 @@ def batched(size: int) -> Callable[[F], F]:
         return function
 
     return mark
-
-
-def column_text(row: Row, column: str) -> str | Failure:
-    """Return the row's value in ``column`` as text, or a Failure where it is missing, null or NaN.
-
-    ``str`` would turn such a value into a text such as "None", and every comparison with it would be false.
-    """
-    value = row.get(column)
-    if value is None or (isinstance(value, Real) and math.isnan(value)):
-        return Failure("unreadable", f"found no '{column}' in the row ({'missing' if column not in row else value})")
-    return str(value)
 
 
 def to_outcome(value: Any, text: str) -> Outcome:

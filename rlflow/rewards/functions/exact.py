@@ -1,15 +1,26 @@
 """1 if the response is exactly the row's ``answer``, apart from spaces around it; 0 otherwise."""
 
 from collections.abc import Sequence
+from decimal import Decimal
+from functools import partial
 
-from rlflow.rewards.base import Failure, Outcome, Row, batched, column_text
+from rlflow.rewards.answers import Answer, column_answers, compare_any, whole_number
+from rlflow.rewards.base import Outcome, Row, batched
 
 
 @batched(64)
 def reward(texts: Sequence[str], rows: Sequence[Row]) -> list[Outcome]:
-    """Compare each response with the ``answer`` of its row."""
-    return [_compare(text, column_text(row, "answer")) for text, row in zip(texts, rows, strict=True)]
+    """Compare each response with the ``answer`` of its row, or with each answer of a list.
+
+    A number in the row equals every way of writing it: 3, 3.0 and 3e0.
+    """
+    return [
+        compare_any(column_answers(row, "answer"), partial(_equals, text))
+        for text, row in zip(texts, rows, strict=True)
+    ]
 
 
-def _compare(text: str, answer: str | Failure) -> Outcome:
-    return answer if isinstance(answer, Failure) else float(text.strip() == answer.strip())
+def _equals(text: str, answer: Answer) -> bool:
+    if isinstance(answer, str):
+        return text.strip() == answer.strip()
+    return text.strip() == str(answer) or whole_number(text) == Decimal(str(answer))

@@ -4,14 +4,14 @@ import os
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from string import Formatter
 from typing import Annotated, Any
 
 from annotated_types import Ge, Le
 
 from rlflow.errors import RecipeError
-from rlflow.rewards.base import Failure, Outcome, Row, batched, column_text
+from rlflow.rewards.answers import column_text
+from rlflow.rewards.base import Failure, Outcome, Row, batched
 from rlflow.rewards.http import Url, post
 from rlflow.schema import Count, Text
 
@@ -20,6 +20,10 @@ _CONCURRENCY = 32
 # Where a field in braces stops naming the column and starts naming a part of its value.
 _PART_OF_VALUE = re.compile(r"[.\[]")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+# "Score: 8", also in bold. A number that goes on, as in 1,000 or 50%, is no match rather than another number.
+_SCORE = re.compile(
+    r"(?i)score[\s*_]*[:=][\s*_]*([-+]?(?:\d+(?:\.\d+)?|\.\d+)(?:e[-+]?\d+)?)(?![\w%]|[.,]\d|\s*[-\u2013]\s*\d)"
+)
 _ENDPOINT = "/chat/completions"
 
 
@@ -72,7 +76,7 @@ def reward(
     model: Text,
     prompt: str,
     timeout_s: float,
-    score: re.Pattern[str] = re.compile(r"(?i)score:\s*(-?\d+(?:\.\d+)?)"),
+    score: re.Pattern[str] = _SCORE,
     max_tokens: Count = 1024,
     temperature: Annotated[float, Ge(0), Le(10)] = 0.0,
     api_key: str = "OPENAI_API_KEY",
@@ -85,13 +89,12 @@ def reward(
     holds the key; without it no key is sent.
     """
     key = os.environ.get(api_key)
-    columns = _columns(prompt)
+    names = [name for _, name, _, _ in Formatter().parse(prompt) if name and name != "response"]
     headers = {"Authorization": f"Bearer {key}"} if key else {}
 
     def judge(text: str, row: Row) -> Outcome:
-        if failure := next(
-            (value for value in map(partial(column_text, row), columns) if isinstance(value, Failure)), None
-        ):
+        values = [column_text({name: _value(name, row)}, name) for name in names]
+        if failure := next((value for value in values if isinstance(value, Failure)), None):
             return failure
         message = {"role": "user", "content": prompt.format(**{**row, "response": text})}
         body = {"model": model, "messages": [message], "max_tokens": max_tokens, "temperature": temperature}
@@ -101,10 +104,12 @@ def reward(
         return list(threads.map(judge, texts, rows))
 
 
-def _columns(prompt: str) -> list[str]:
-    """Return the columns of a row that ``prompt`` names in braces."""
-    names = (name for _, name, _, _ in Formatter().parse(prompt) if name)
-    return [column for column in (_PART_OF_VALUE.split(name)[0] for name in names) if column != "response"]
+def _value(name: str, row: Row) -> Any:
+    """Return what a field of the prompt names, such as ``answer`` or ``answers[0]``; None if the row lacks it."""
+    try:
+        return Formatter().get_field(name, (), row)[0]
+    except (LookupError, AttributeError, TypeError):
+        return None
 
 
 def _score(answer: Any, pattern: re.Pattern[str]) -> Outcome:

@@ -2,9 +2,11 @@
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-from rlflow.rewards.base import Failure, Outcome, Row, column_text
+from rlflow.rewards.answers import Answer, column_answers, compare_any, plain_text
+from rlflow.rewards.base import Failure, Outcome, Row
 
 EXTRA = "math-verify"
 
@@ -20,22 +22,24 @@ def prepare() -> None:
 def reward(texts: Sequence[str], rows: Sequence[Row]) -> list[Outcome]:
     """Compare the answer in each response with the ``answer`` of its row.
 
-    The row's ``answer`` is a number, LaTeX, or a text whose last line is ``#### answer``. The answer in a response is
+    The row's ``answer`` is a number, LaTeX, a text whose last line is ``#### answer``, or a list of them, of which each
+    is right. The answer in a response is
     the content of ``\\boxed{}``, or else the last part that can be read as an answer.
     """
     prepare()
-    return [_compare(text, column_text(row, "answer")) for text, row in zip(texts, rows, strict=True)]
+    return [
+        compare_any(column_answers(row, "answer"), partial(_equals, text))
+        for text, row in zip(texts, rows, strict=True)
+    ]
 
 
-def _compare(text: str, answer: str | Failure) -> Outcome:
+def _equals(text: str, answer: Answer) -> bool | Failure:
     from math_verify import verify
 
-    if isinstance(answer, Failure):
-        return answer
-    expected = _parse(_boxed(answer))
+    expected = _parse(_boxed(plain_text(answer)))
     if not expected:
-        return Failure("unreadable", f"cannot read the row's answer {answer[-80:]!r}")
-    return float(verify(expected, _parse(text), timeout_seconds=None, raise_on_error=True))
+        return Failure("unreadable", f"cannot read the row's answer {str(answer)[-80:]!r}")
+    return bool(verify(expected, _parse(text), timeout_seconds=None, raise_on_error=True))
 
 
 def _boxed(answer: str) -> str:

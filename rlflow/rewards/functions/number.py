@@ -1,29 +1,23 @@
 """1 if the last number of the response equals the last number of the row's ``answer``, as in GSM8K; 0 otherwise."""
 
-import re
 from collections.abc import Sequence
-from decimal import Decimal
+from functools import partial
 
-from rlflow.rewards.base import Failure, Outcome, Row, batched, column_text
-
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+from rlflow.rewards.answers import Answer, column_answers, compare_any, last_number, plain_text
+from rlflow.rewards.base import Failure, Outcome, Row, batched
 
 
 @batched(64)
 def reward(texts: Sequence[str], rows: Sequence[Row]) -> list[Outcome]:
-    """Compare the last number of each response with the last one in the ``answer`` of its row."""
-    return [_compare(text, column_text(row, "answer")) for text, row in zip(texts, rows, strict=True)]
+    """Compare the last number of each response with the last one in the ``answer`` of its row, or of each in a list."""
+    return [
+        compare_any(column_answers(row, "answer"), partial(_equals, text))
+        for text, row in zip(texts, rows, strict=True)
+    ]
 
 
-def _compare(text: str, answer: str | Failure) -> Outcome:
-    if isinstance(answer, Failure):
-        return answer
-    expected = _last_number(answer)
+def _equals(text: str, answer: Answer) -> bool | Failure:
+    expected = last_number(plain_text(answer))
     if expected is None:
-        return Failure("unreadable", f"found no number in the row's answer {answer[-80:]!r}")
-    return float(_last_number(text) == expected)
-
-
-def _last_number(text: str) -> Decimal | None:
-    numbers = _NUMBER.findall(text)
-    return Decimal(numbers[-1].replace(",", "")) if numbers else None
+        return Failure("unreadable", f"found no number in the row's answer {str(answer)[-80:]!r}")
+    return last_number(text) == expected

@@ -47,7 +47,7 @@ def test_number(text: str, answer: str, reward: float) -> None:
         ("the answer is 72", "3 apples and so on\n#### 72", 1),
         ("I do not know", "72", 0),
         ("", "72", 0),
-        ("72", "", Failure("unreadable", "cannot read the row's answer ''")),
+        ("72", "", Failure("unreadable", "found an empty text as 'answer' of the row")),
     ],
 )
 def test_math(text: str, answer: str, outcome: Outcome) -> None:

@@ -126,7 +126,7 @@ def test_a_judge_is_not_asked_about_a_column_that_is_null() -> None:
     with serving(lambda *_: said("score: 1")) as service:
         url = f"{service.url}/v1"
         given = judge.reward(["2", "2"], rows, url=url, model="wise", prompt=prompt, timeout_s=TIMEOUT_S)
-    assert given == [1.0, Failure("unreadable", "found no 'answer' in the row (None)")]
+    assert given == [1.0, Failure("unreadable", "found no 'answer[value]' in the row (None)")]
     assert [content["messages"][0]["content"] for _, content, _ in service.asked] == ["{} 1+1=2? 2"]
 
 
