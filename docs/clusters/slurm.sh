@@ -51,11 +51,13 @@ fi
 start_ray() {
     # Its metrics, which nothing reads here, can crash a process that starts.
     export RAY_enable_metrics_collection=0
+    # Ray counts all CPUs of the host, and the job may use fewer.
+    cpus=--num-cpus=$SRUN_CPUS_PER_TASK
     if [ "$SLURM_NODEID" -eq 0 ]; then
-        exec ray start --head --port="$PORT" --disable-usage-stats --block
+        exec ray start --head --port="$PORT" "$cpus" --disable-usage-stats --block
     fi
     until (: < "/dev/tcp/$HEAD/$PORT") 2> /dev/null; do sleep 1; done
-    exec ray start --address="$HEAD:$PORT" --disable-usage-stats --block
+    exec ray start --address="$HEAD:$PORT" "$cpus" --disable-usage-stats --block
 }
 
 # Plan and run when all hosts have joined, because a plan is for the hosts that exist. USR1 ends the run after its step,

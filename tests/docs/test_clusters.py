@@ -40,7 +40,7 @@ again=yes
 while [ -n "$again" ]; do again=; wait "$step"; code=$?; done
 exit "$code"
 """,
-    "ray": "exec tail -f /dev/null",
+    "ray": 'echo "ray $*" >> ray.log; exec tail -f /dev/null',
     "python": """
 if [ "$1" = -c ]; then echo 2; exit; fi
 echo "python $*" >> log
@@ -83,12 +83,15 @@ def test_a_slurm_job_ends_with_a_checkpoint_and_continues(tmp_path: Path) -> Non
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "host-[a-b]", "SLURM_JOB_NUM_NODES": "2"}
+    job["SLURM_CPUS_PER_TASK"] = "6"
     environment = {**os.environ, **job, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     codes = [
         subprocess.run(["bash", SLURM, "steps=9"], cwd=tmp_path, env=environment, timeout=60, check=False).returncode
         for _ in range(2)
     ]
     assert codes == [143, 0]
+    started = "ray start --head --port=6379 --num-cpus=6 --disable-usage-stats --block"
+    assert set((tmp_path / "ray.log").read_text().splitlines()) == {started}
     assert (tmp_path / "log").read_text().splitlines() == [
         "python -m rlflow cluster=auto hydra.run.dir=outputs/slurm-7 steps=9",
         "scontrol requeue 7",
@@ -224,3 +227,18 @@ def test_a_kind_of_gpu_of_the_readers_own(tmp_path: Path) -> None:
     plan = rlflow.compile(rlflow.load(["recipe=grpo_7b"]), "1x8@l4", tmp_path)
     assert plan.cluster.gpus["l4"].device_name == "NVIDIA L4"
     assert plan.prediction.num_gpus == 8
+
+
+def test_the_plan_for_the_hosts_of_the_page(tmp_path: Path) -> None:
+    section = PAGE.read_text().partition("## Your own hosts\n")[2].partition("\n## ")[0]
+    (tmp_path / "cluster").mkdir()
+    (tmp_path / "cluster" / "lab.yaml").write_text(section.partition("```yaml\n")[2].partition("```")[0])
+    recipe = rlflow.load(["recipe=grpo_7b", "roles.reference.label=slow"])
+    plan = rlflow.compile(recipe, "lab", tmp_path).to_dict()
+    used = {
+        name: {(bundle["host"], bundle["gpu"]) for worker in role["workers"] for bundle in worker["bundles"]}
+        for name, role in plan["roles"].items()
+    }
+    assert {host for host, _ in used["reference"]} == {"gpu-c"}
+    assert used["actor"] == {*(("gpu-a", gpu) for gpu in range(8)), *(("gpu-b", gpu) for gpu in range(7))}
+    assert len(set().union(*used.values())) == 23

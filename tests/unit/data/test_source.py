@@ -204,7 +204,10 @@ def test_long_texts_of_samples_have_a_gap_in_the_middle(tmp_path: Path) -> None:
 
 
 def test_columns_reach_into_structs(tmp_path: Path) -> None:
-    rows = [{"q": {"text": "1+2="}, "reward_model": {"ground_truth": ["3"]}, "a.b": "dot"}, {"q": {"text": "1+1="}}]
+    rows: list[dict[str, Any]] = [
+        {"q": {"text": "1+2="}, "reward_model": {"ground_truth": ["3"]}, "a.b": "dot"},
+        {"q": {"text": "1+1="}},
+    ]
     columns = {"prompt": "q.text", "answer": "reward_model.ground_truth", "dotted": "a.b"}
     loaded = load_rows(data(write(tmp_path / "a.jsonl", rows), columns=columns), "split")
     assert [row["prompt"] for row in loaded] == ["1+2=", "1+1="]

@@ -1,5 +1,6 @@
 """Answers of all forms that data files hold: each right response gets 1, or the row is refused, never a silent 0."""
 
+import inspect
 from decimal import Decimal
 from typing import Any
 
@@ -85,7 +86,7 @@ SCORES = {
 
 
 def test_scores_of_a_judge() -> None:
-    pattern = judge.reward.__kwdefaults__["score"]
+    pattern = inspect.signature(judge.reward).parameters["score"].default
     assert {text: float(pattern.findall(text)[-1]) for text in SCORES} == SCORES
     no_scores = ["Score: high", "Score: 1,000", "Score: 50%", "Score: 3-5", "Score: 8th", "Score: 1.2.3", "Scores 8"]
     assert [text for text in no_scores if pattern.search(text)] == []
@@ -95,6 +96,7 @@ def test_a_judge_is_never_shown_the_text_of_a_list() -> None:
     rows = [{"answer": ["paris", "rome"]}]
     options: dict[str, Any] = {"url": "http://localhost:1/v1", "model": "wise", "timeout_s": 1.0}
     (failure,) = judge.reward(["paris"], rows, prompt="{answer} {response}", **options)
+    assert isinstance(failure, Failure)
     assert failure.reason.startswith("cannot use 'answer' of the row (expected a text, a number")
     (failure,) = judge.reward(["paris"], rows, prompt="{answer[2]} {response}", **options)
     assert failure == Failure("unreadable", "found no 'answer[2]' in the row (None)")
