@@ -103,7 +103,7 @@ def tracked_files() -> list[Path]:
 
 
 def test_the_tree_is_the_real_one() -> None:
-    (tree,) = [block for _, block in BLOCKS if block.startswith("recipes/ ")]
+    (tree,) = [block for _, block in BLOCKS if block.startswith("benchmarks/ ")]
     shown = {line.split()[0] for line in tree.splitlines() if line.strip()}
     assert shown == {f"{path.parts[0]}/" if len(path.parts) > 1 else path.name for path in tracked_files()}
 
