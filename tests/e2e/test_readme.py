@@ -127,6 +127,13 @@ def test_files_that_are_described_exist() -> None:
             assert name in names or name in tracked or f"rlflow/{name}" in tracked, name
 
 
+def test_files_that_any_page_names_exist() -> None:
+    folders = "rlflow|conf|recipes|examples|tests|benchmarks|docs"
+    named = {name for page in PAGES for name in re.findall(rf"`((?:{folders})/[\w./-]+)`", page) if "NAME" not in name}
+    assert len(named) > 20
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
 def slugs(page: Path) -> set[str]:
     headings = re.findall(r"^#+ (.*)$", page.read_text(), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in headings}
