@@ -65,11 +65,17 @@ def _quoting_error(found: re.Match[str]) -> RecipeError:
     return RecipeError(found[1], f"{found[2]} cannot be read", fix=fix)
 
 
+def _word_error(found: re.Match[str]) -> RecipeError:
+    fact = f"'{found[1]}' is neither a command nor KEY=VALUE"
+    return RecipeError("command line", fact, fix="rlflow --help lists the commands")
+
+
 _EXPLANATIONS: Mapping[str, Callable[[re.Match[str]], RecipeError]] = {
     r"Error merging override \+*([\w.]+)=(.*)": _merging_error,
     r"In '(?:recipe/(?=/))?(.+?)': \w+ raised while composing config: (.*)": _file_error,
     r"Multiple values for (\S+)\. To override a value use 'override \S+: (\S+)'": _choice_error,
     r"Ambiguous value for argument '\+*([\w.]+)=(.*?)' 1\.": _comma_error,
+    r"Error parsing override '([\w-]+)' missing EQUAL": _word_error,
     r"LexerNoViableAltException: \+*([\w.]+)=(.*?) \^": _quoting_error,
     r"Error parsing override '\+*([\w.]+)=(.*?)' (?:extraneous|mismatched|missing|no viable)": _quoting_error,
 }

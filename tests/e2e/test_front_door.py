@@ -35,6 +35,10 @@ def test_version_and_help(typed: Typed) -> None:
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
+        (
+            "doctro",
+            "RecipeError: command line: 'doctro' is neither a command nor KEY=VALUE.",
+        ),
         ("cluster=16", "RecipeError: cluster: '16' is neither"),
         ("cluster=null", "RecipeError: cluster: no cluster 'null'"),
         ("cluster=[1]", "RecipeError: cluster: [1] is not a name"),
