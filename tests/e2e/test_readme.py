@@ -12,13 +12,26 @@ from tests.conftest import ROOT, Typed
 README = (ROOT / "README.md").read_text()
 RECIPES_PAGE = (ROOT / "docs" / "recipes.md").read_text()
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
-PAGES = [README, *(path.read_text() for path in sorted((ROOT / "docs").glob("*.md")))]
+PAGES = [
+    README,
+    (ROOT / "CONTRIBUTING.md").read_text(),
+    *(path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))),
+]
 BLOCKS = [block for page in PAGES for block in re.findall(r"```(\w*)\n(.*?)```", page, flags=re.DOTALL)]
 SHOWN = [block for language, block in BLOCKS if language == "console" and block.startswith("$ rlflow")]
 # A dry run prints the same everywhere; a run also prints times.
 CONSOLE = [block for block in SHOWN if "dry_run=true" in block.splitlines()[0]]
 RUNS = [block for block in SHOWN if block not in CONSOLE and len(block.splitlines()) > 1]
 DRY_RUNS = sorted(set(re.findall(r"`(rlflow [^`]*dry_run=true)`", "\n".join(PAGES))))
+# Commands in blocks that run a recipe of the repository as it is, or with other sizes.
+_TYPED = [
+    line
+    for _, block in BLOCKS
+    for line in re.findall(r"^(?:\.venv/bin/)?(rlflow [a-z][^\s=]*=.*)", block, re.MULTILINE)
+]
+TYPED = sorted(
+    {line.partition(" #")[0].strip() for line in _TYPED if not re.search(r"my_|mine|calibration=|\\$", line)}
+)
 
 
 def run(command: str, typed: Typed) -> tuple[int, str]:
@@ -74,6 +87,13 @@ def test_the_plan_of_a_run_is_what_is_printed(block: str, typed: Typed) -> None:
 @pytest.mark.parametrize("command", DRY_RUNS)
 def test_commands_run(command: str, typed: Typed) -> None:
     assert run(command, typed)[0] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", TYPED)
+def test_commands_of_blocks_have_a_plan(command: str, typed: Typed) -> None:
+    code, printed = run(f"{command} dry_run=true", typed)
+    assert code == 0, printed
 
 
 @pytest.mark.slow
