@@ -6,7 +6,7 @@ They read and return as many values as engines with a model do.
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -36,7 +36,6 @@ class _Response:
 class InstantGenerator(SessionEngine, FakeEngine):
     """An engine that has finished all samples that fit as soon as it gets them. Lengths follow from keys."""
 
-    concurrent: ClassVar[bool] = True
     _steps = 0
 
     @property

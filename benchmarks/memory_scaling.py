@@ -28,7 +28,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.reporting import Goal, finish
 from rlflow.batch import Minibatch, Packed, Repeated
 from rlflow.engines.base import EngineSpec
-from rlflow.engines.registry import engine_class
+from rlflow.engines.registry import engine_kind
 from rlflow.nodes.policy_update import PolicyUpdate
 from rlflow.recipe import Model
 from rlflow.resources.layout import Layout
@@ -113,7 +113,7 @@ def main() -> int:
 def _alone(case: tuple[int, int, int]) -> Peaks:
     """Return the peaks of one case, in its own process."""
     tokens, prompts, group = case
-    engine: Any = engine_class("torch")(_spec(Layout(micro_batch_tokens=2 * tokens)))
+    engine: Any = engine_kind("torch").engine(_spec(Layout(micro_batch_tokens=2 * tokens)))
     batch = _batch(tokens, prompts, group)
     # The first update creates the optimizer's state.
     engine.update(_batch(_SHORT, 1, 1), _LOSS)
@@ -144,7 +144,7 @@ def _rank(place: tuple[str, int, int, str]) -> int:
     stage = 2 if engine == "deepspeed" else None
     layout = Layout(micro_batch_tokens=_SHARED, sequence_parallel_size=size, zero_stage=stage)
     of = replace(_spec(layout), rank=rank, world_size=size, address=address)
-    built: Any = engine_class(engine)(of)
+    built: Any = engine_kind(engine).engine(of)
     built.update(_batch(_SHORT, 1, 1), _LOSS)
     peaks = []
     for tokens in (_SHORT, _SHARED):

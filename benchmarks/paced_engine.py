@@ -61,7 +61,6 @@ class PacedGenerator(SessionEngine, FakeEngine):
     The time that has passed decides how far it is, so a slow machine makes no response longer.
     """
 
-    concurrent: ClassVar[bool] = True
     lengths: ClassVar[Sequence[float]] = LENGTHS
     """The lengths of responses, each equally likely."""
 

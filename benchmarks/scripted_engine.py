@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -74,8 +74,6 @@ class ScriptedCore:
 
 class ScriptedEngine(SessionEngine, FakeEngine):
     """An engine over ``ScriptedCore``. Its responses have up to ``max_tokens`` digits."""
-
-    concurrent: ClassVar[bool] = True
 
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(spec)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -169,8 +169,6 @@ def done(count: int) -> Packed:
 
 class WritingEngine(SessionEngine, FakeEngine):
     """The fake engine as one that takes new samples while it writes. ``given``: the prompts of what came at once."""
-
-    concurrent: ClassVar[bool] = True
 
     def __init__(self, spec: EngineSpec, room: tuple[int, int] = (4, 10_000)) -> None:
         super().__init__(spec)

@@ -8,10 +8,11 @@ Shapes: T response tokens of a micro-batch.
 """
 
 import hashlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -217,15 +218,6 @@ class SharesGpus(Protocol):
         """Give the GPU memory that torch caches back to the driver, for other processes on the GPU."""
 
 
-@runtime_checkable
-class ChecksPackage(Protocol):
-    """An engine whose library can be broken although it imports."""
-
-    @staticmethod
-    def check_package() -> None:
-        """Raise the library's error if its installation does not work."""
-
-
 CAPABILITIES: dict[str, type] = {
     protocol.__name__: protocol
     for protocol in (Generates, Scores, ScoresBase, Values, Evaluates, Trains, Follows, Continues)
@@ -295,23 +287,40 @@ FP32_TRAINING = TrainingMemory(
 """AdamW on float32 weights, whose gradients are freed after every step."""
 
 
-class Engine(Protocol):
-    """The declarations of an engine's class; ``registry.py`` reads them without importing the engine's library."""
+@dataclass(frozen=True, kw_only=True)
+class EngineKind:
+    """An engine's class and its declarations: the ``ENGINE`` of its file. Reading it imports no model library."""
 
-    parallel: ClassVar[frozenset[str]]
+    engine: type[Any]
+    """The class, which is built from an ``EngineSpec``."""
+    parallel: frozenset[str] = frozenset()
     """The ways to spread it over GPUs that it supports: tensor, pipeline, data, sequence."""
-    package: ClassVar[str | None]
+    package: str | None = None
     """The extra that installs its library. An engine that has one runs in a process of its own."""
-    concurrent: ClassVar[bool]
+    check_package: Callable[[], None] = lambda: None
+    """Raises the library's error if its installation does not work although it can be imported."""
+    concurrent: bool = False
     """True for a ``SessionEngine``: it batches the samples of several callers, and generates while it receives more."""
-    training_memory: ClassVar[TrainingMemory | None]
-    """The bytes per parameter of a model that it trains or scores with, for the planner; None if it only generates."""
-    sends_weights_by: ClassVar[frozenset[WeightTransport]]
+    training_memory: TrainingMemory = field(default_factory=TrainingMemory)
+    """The bytes per parameter of a model that it trains or scores with, for the planner."""
+    sends_weights_by: frozenset[WeightTransport] = frozenset()
     """The transports by which its trained weights can leave it; empty if it does not train."""
-    receives_weights_by: ClassVar[frozenset[WeightTransport]]
+    receives_weights_by: frozenset[WeightTransport] = frozenset()
     """The transports by which it can take over weights; empty if it cannot follow a trained role."""
 
-    def __init__(self, spec: EngineSpec) -> None: ...
+    @cached_property
+    def capabilities(self) -> frozenset[str]:
+        """Return the capabilities that the class has."""
+        return capabilities_of(self.engine)
+
+    @property
+    def can_resume(self) -> bool:
+        """Return whether a generation can stop before all responses are done and resume in a later one.
+
+        An engine can do that by ``Continues``. An engine that runs in its own process and takes new samples while it
+        generates is interrupted by the runtime, sample by sample.
+        """
+        return (self.concurrent and self.package is not None) or "Continues" in self.capabilities
 
 
 def capabilities_of(engine: type[Any]) -> frozenset[str]:

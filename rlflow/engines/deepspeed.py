@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Iterator, Mapping
 from math import inf, isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from rlflow.batch import Logprobs, Metrics, Minibatch, Packed, Rewards, Sequences, ValueEstimates
-from rlflow.engines.base import ALL_TRANSPORTS, EngineSpec, TokenLoss, WeightTransport, choose_head
+from rlflow.engines.base import ALL_TRANSPORTS, EngineKind, EngineSpec, TokenLoss, choose_head
 from rlflow.engines.causal_lm.adapters import (
     add_adapters,
     is_adapter,
@@ -30,7 +30,6 @@ from rlflow.engines.sharded.settings import TRAINING_MEMORY, deepspeed_config, i
 from rlflow.engines.sharded.trained_state import TrainedState
 from rlflow.engines.times import ProfiledEngine
 from rlflow.errors import NotFiniteError
-from rlflow.resources.memory.state import TrainingMemory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,13 +48,6 @@ class DeepSpeedEngine(TunableEngine, ProfiledEngine):
     not trained has no optimizer, and only ZeRO 3 shards it. Sequence-parallel ranks are neighbours with the same rows,
     and each computes on a part of their tokens.
     """
-
-    parallel: ClassVar[frozenset[str]] = frozenset({"data", "sequence"})
-    package: ClassVar[str | None] = "deepspeed"
-    concurrent: ClassVar[bool] = False
-    training_memory: ClassVar[TrainingMemory | None] = TRAINING_MEMORY
-    sends_weights_by: ClassVar[frozenset[WeightTransport]] = ALL_TRANSPORTS
-    receives_weights_by: ClassVar[frozenset[WeightTransport]] = frozenset()
 
     def __init__(self, spec: EngineSpec) -> None:
         self._head = choose_head(spec.capabilities)
@@ -327,4 +319,10 @@ def _gather_groups(weights: "Iterable[tuple[str, Tensor]]") -> "Iterator[list[tu
     yield group
 
 
-ENGINE = DeepSpeedEngine
+ENGINE = EngineKind(
+    engine=DeepSpeedEngine,
+    parallel=frozenset({"data", "sequence"}),
+    package="deepspeed",
+    training_memory=TRAINING_MEMORY,
+    sends_weights_by=ALL_TRANSPORTS,
+)

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,12 +21,11 @@ from rlflow.batch import (
     Sequences,
     ValueEstimates,
 )
-from rlflow.engines.base import FP32_TRAINING, EngineSpec, Sampling, TokenLoss, WeightTransport, sample_seed
+from rlflow.engines.base import FP32_TRAINING, EngineKind, EngineSpec, Sampling, TokenLoss, sample_seed
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.engines.causal_lm.totals import LossTotals, weighted_means
 from rlflow.engines.times import ProfiledEngine
 from rlflow.errors import EngineError
-from rlflow.resources.memory.state import TrainingMemory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,13 +36,6 @@ _STATE = "state.json"
 
 class FakeEngine(ProfiledEngine):
     """An engine whose only weight is the number of its updates. Responses are up to four digits."""
-
-    parallel: ClassVar[frozenset[str]] = frozenset({"data", "tensor", "pipeline", "sequence"})
-    package: ClassVar[str | None] = None
-    concurrent: ClassVar[bool] = False
-    training_memory: ClassVar[TrainingMemory | None] = FP32_TRAINING
-    sends_weights_by: ClassVar[frozenset[WeightTransport]] = frozenset({"object_store"})
-    receives_weights_by: ClassVar[frozenset[WeightTransport]] = frozenset({"object_store"})
 
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
@@ -146,4 +138,10 @@ def _end_of_response(row: NDArray[np.int64], stop_ids: Sequence[int]) -> int:
     return int(stops[0]) + 1 if len(stops) else len(row)
 
 
-ENGINE = FakeEngine
+ENGINE = EngineKind(
+    engine=FakeEngine,
+    parallel=frozenset({"data", "tensor", "pipeline", "sequence"}),
+    training_memory=FP32_TRAINING,
+    sends_weights_by=frozenset({"object_store"}),
+    receives_weights_by=frozenset({"object_store"}),
+)

@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from rlflow.batch import Logprobs, Metrics, Minibatch, Packed, Rewards, Sequences, ValueEstimates
-from rlflow.engines.base import ALL_TRANSPORTS, FP32_TRAINING, EngineSpec, TokenLoss, WeightTransport, choose_head
+from rlflow.engines.base import ALL_TRANSPORTS, FP32_TRAINING, EngineKind, EngineSpec, TokenLoss, choose_head
 from rlflow.engines.causal_lm.adapters import (
     add_adapters,
     is_adapter,
@@ -26,7 +26,6 @@ from rlflow.engines.sharded.process_group import create_sharding, join_process_g
 from rlflow.engines.state_files import restore_state, save_state
 from rlflow.engines.times import ProfiledEngine
 from rlflow.errors import NotFiniteError
-from rlflow.resources.memory.state import TrainingMemory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,13 +41,6 @@ class TorchEngine(TunableEngine, ProfiledEngine):
     Sequence-parallel ranks have the same rows and the same state. Each computes on a part of the tokens, and their
     gradients are summed.
     """
-
-    parallel: ClassVar[frozenset[str]] = frozenset({"sequence"})
-    package: ClassVar[str | None] = None
-    concurrent: ClassVar[bool] = False
-    training_memory: ClassVar[TrainingMemory | None] = FP32_TRAINING
-    sends_weights_by: ClassVar[frozenset[WeightTransport]] = ALL_TRANSPORTS
-    receives_weights_by: ClassVar[frozenset[WeightTransport]] = frozenset()
 
     def __init__(self, spec: EngineSpec) -> None:
         import torch
@@ -221,4 +213,9 @@ class TorchEngine(TunableEngine, ProfiledEngine):
             wait_for_files()
 
 
-ENGINE = TorchEngine
+ENGINE = EngineKind(
+    engine=TorchEngine,
+    parallel=frozenset({"sequence"}),
+    training_memory=FP32_TRAINING,
+    sends_weights_by=ALL_TRANSPORTS,
+)

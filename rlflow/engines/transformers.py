@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlflow.batch import Logprobs, Packed, Prompts, Repeated, Rollouts, Sequences
-from rlflow.engines.base import FP32_TRAINING, EngineSpec, Sampling, WeightTransport, sample_seed
+from rlflow.engines.base import FP32_TRAINING, EngineKind, EngineSpec, Sampling, sample_seed
 from rlflow.engines.causal_lm.adapters import add_adapters, trained_weights, transfer_name
 from rlflow.engines.causal_lm.decoding import decode
 from rlflow.engines.causal_lm.kernels import choose_attention
@@ -20,7 +20,6 @@ from rlflow.engines.journal import Journal
 from rlflow.engines.memory import TunableEngine
 from rlflow.engines.times import ProfiledEngine
 from rlflow.errors import EngineError
-from rlflow.resources.memory.state import TrainingMemory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,13 +37,6 @@ class _DecodingBatch:
 
 class TransformersEngine(TunableEngine, ProfiledEngine):
     """The engine for small models, on a CPU or on a GPU. It follows a trained role, and can resume rollouts."""
-
-    parallel: ClassVar[frozenset[str]] = frozenset()
-    package: ClassVar[str | None] = None
-    concurrent: ClassVar[bool] = False
-    training_memory: ClassVar[TrainingMemory | None] = FP32_TRAINING
-    sends_weights_by: ClassVar[frozenset[WeightTransport]] = frozenset()
-    receives_weights_by: ClassVar[frozenset[WeightTransport]] = frozenset({"object_store"})
 
     def __init__(self, spec: EngineSpec) -> None:
         import torch
@@ -210,4 +202,8 @@ def _stop_when_complete(
     return stop
 
 
-ENGINE = TransformersEngine
+ENGINE = EngineKind(
+    engine=TransformersEngine,
+    training_memory=FP32_TRAINING,
+    receives_weights_by=frozenset({"object_store"}),
+)

@@ -4,13 +4,13 @@ from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlflow.batch import Packed, Prompts, Repeated, Rollouts
-from rlflow.engines.base import ALL_TRANSPORTS, EngineSpec, Sampling, WeightTransport, sample_seed
+from rlflow.engines.base import ALL_TRANSPORTS, EngineKind, EngineSpec, Sampling, sample_seed
 from rlflow.engines.causal_lm.pretrained import load_tokenizer, merge_end_ids
 from rlflow.engines.group_progress import NO_RESPONSE, PartialResponse, prepend_partial
 from rlflow.engines.journal import Journal
@@ -27,7 +27,6 @@ from rlflow.engines.serving.settings import (
 )
 from rlflow.engines.serving.weights import ExpectedWeights, adapter_folder, write_shared_files
 from rlflow.errors import EngineError, UserError, first_line
-from rlflow.resources.memory.state import TrainingMemory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,23 +34,6 @@ if TYPE_CHECKING:
 
 class VllmEngine(SessionEngine):
     """The engine for fast generation. It takes new samples while it generates, and batches those of all callers."""
-
-    parallel: ClassVar[frozenset[str]] = frozenset({"data", "tensor", "pipeline"})
-    package: ClassVar[str | None] = "vllm"
-    concurrent: ClassVar[bool] = True
-    training_memory: ClassVar[TrainingMemory | None] = None
-    sends_weights_by: ClassVar[frozenset[WeightTransport]] = frozenset()
-    receives_weights_by: ClassVar[frozenset[WeightTransport]] = ALL_TRANSPORTS
-
-    @staticmethod
-    def check_package() -> None:
-        """Raise ImportError if vLLM's compiled kernels do not load with the installed torch; vLLM itself only warns."""
-        import torch
-        from vllm.platforms import current_platform
-
-        current_platform.import_kernels()
-        if not hasattr(torch.ops._C, "rms_norm"):
-            raise ImportError(f"its compiled kernels do not load with torch {torch.__version__}")
 
     def __init__(self, spec: EngineSpec) -> None:
         """Start vLLM. Raises RecipeError for a model that it cannot run here, EngineError if it does not start."""
@@ -265,6 +247,16 @@ class VllmEngine(SessionEngine):
         self._batcher.asleep = self._batcher.asleep and weights_only
 
 
+def _check_package() -> None:
+    """Raise ImportError if vLLM's compiled kernels do not load with the installed torch; vLLM itself only warns."""
+    import torch
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+    if not hasattr(torch.ops._C, "rms_norm"):
+        raise ImportError(f"its compiled kernels do not load with torch {torch.__version__}")
+
+
 def _start_vllm(arguments: dict[str, Any]) -> Any:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -300,4 +292,11 @@ def _on_ranks(engine: Any, method: str, *arguments: Any, **named: Any) -> list[A
     return [result for _, result in answers]
 
 
-ENGINE = VllmEngine
+ENGINE = EngineKind(
+    engine=VllmEngine,
+    parallel=frozenset({"data", "tensor", "pipeline"}),
+    package="vllm",
+    check_package=_check_package,
+    concurrent=True,
+    receives_weights_by=ALL_TRANSPORTS,
+)

@@ -10,7 +10,7 @@ from typing import Any
 
 from rlflow.compiler.plan import Plan
 from rlflow.engines.journal import remove_journal
-from rlflow.engines.registry import engine_class
+from rlflow.engines.registry import engine_kind
 from rlflow.errors import EngineError
 from rlflow.recipe import Trace, Tune
 from rlflow.resources.layout import GIB
@@ -139,7 +139,9 @@ def _continuation_noted(directory: Path) -> Iterator[None]:
 def _profiled(training: Training, step: int, steps: Collection[int]) -> Iterator[None]:
     """Write traces of torch's operations in ``step`` if it is one of ``steps``, for engines that can."""
     roles = training.plan.recipe.roles if step in steps else {}
-    engines = [training.engines[role] for role in roles if hasattr(engine_class(roles[role].engine), "start_profile")]
+    engines = [
+        training.engines[role] for role in roles if hasattr(engine_kind(roles[role].engine).engine, "start_profile")
+    ]
     for engine in engines:
         engine.start_profile()
     yield

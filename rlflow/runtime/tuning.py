@@ -13,7 +13,7 @@ from typing import Any
 
 from rlflow.compiler.graph import Graph, resampled_nodes
 from rlflow.compiler.plan import Plan
-from rlflow.engines.registry import engine_class
+from rlflow.engines.registry import engine_kind
 from rlflow.runtime.protocols import Observer
 from rlflow.runtime.ray.engine_specs import num_sequences
 from rlflow.system.text_files import replace_text
@@ -228,7 +228,7 @@ class Tuner(Observer):
 
 
 def _is_tunable(plan: Plan, role: str, name: str) -> bool:
-    return hasattr(engine_class(plan.recipe.roles[role].engine), f"set_{name}")
+    return hasattr(engine_kind(plan.recipe.roles[role].engine).engine, f"set_{name}")
 
 
 def _tuned_settings(plan: Plan, *, adaptive: bool) -> Iterator[_TunedSetting]:

@@ -13,7 +13,7 @@ import pytest
 from rlflow.batch import Minibatch
 from rlflow.engines.base import Sampling, Sleeps
 from rlflow.engines.group_progress import GroupProgress, is_done
-from rlflow.engines.registry import engine_class, engine_kind, engine_names
+from rlflow.engines.registry import engine_kind, engine_names
 from rlflow.errors import EngineError
 from rlflow.nodes.critic import ValueLoss
 from rlflow.nodes.policy_loss import LikelihoodLoss
@@ -49,7 +49,7 @@ def build(request: pytest.FixtureRequest) -> "Iterator[Build]":
 
         def build(name: str, **options: Any) -> Any:
             if engine_kind(name).package is None:
-                return engine_class(name)(spec(**options))
+                return engine_kind(name).engine(spec(**options))
             return process(name).build(name, replace(spec(**options), address=free_address()))
 
         yield build
@@ -257,7 +257,9 @@ def test_weights_come_with_their_version(build: Build, name: str) -> None:
     assert set(out.versions.values.tolist()) == {5}
 
 
-@pytest.mark.parametrize("name", [each for each in able("Follows") if issubclass(engine_class(each.values[0]), Sleeps)])
+@pytest.mark.parametrize(
+    "name", [each for each in able("Follows") if issubclass(engine_kind(each.values[0]).engine, Sleeps)]
+)
 def test_weights_come_before_it_is_quite_awake(build: Build, name: str) -> None:
     engine = build(name)
     leader = build("fake" if name == "fake" else "torch")

@@ -18,7 +18,7 @@ from typing import Any
 from unittest.mock import patch
 
 from rlflow.engines.base import EngineSpec
-from rlflow.engines.registry import engine_class
+from rlflow.engines.registry import engine_kind
 from rlflow.engines.serving.settings import set_environment
 from tests.helpers import spec
 
@@ -124,7 +124,7 @@ def free_address() -> str:
 
 def build(engines: list[Any], engine: str, of: EngineSpec) -> int:
     """Build an engine, and return its place among those of the process."""
-    engines.append(engine_class(engine)(of))
+    engines.append(engine_kind(engine).engine(of))
     return len(engines) - 1
 
 

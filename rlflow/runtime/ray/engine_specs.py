@@ -7,7 +7,7 @@ from typing import Any
 from rlflow.compiler.plan import Plan
 from rlflow.engines.base import EngineSpec, GpuTransport
 from rlflow.engines.causal_lm.kernels import check_attention
-from rlflow.engines.registry import engine_class, engine_kind
+from rlflow.engines.registry import engine_kind
 from rlflow.errors import EngineError, PlacementError, UserError, first_line
 from rlflow.extras import check_extra, check_training
 from rlflow.nodes.generate import Generate
@@ -103,7 +103,7 @@ def is_on_gpu(plan: Plan) -> bool:
 def build(engine: str, spec: EngineSpec) -> Any:
     """Build an engine. Raises EngineError when it does not start."""
     try:
-        return engine_class(engine)(spec)
+        return engine_kind(engine).engine(spec)
     except (UserError, EngineError):
         raise
     except Exception as error:

@@ -10,7 +10,7 @@ from rich.console import Console
 
 import rlflow
 from rlflow.compiler.plan import Plan
-from rlflow.engines.registry import engine_class
+from rlflow.engines.registry import engine_kind
 from rlflow.report.records import tuning_table
 from rlflow.runtime.ray.engine_specs import num_sequences
 from rlflow.runtime.tuning import Tuner, with_spare_slots
@@ -88,7 +88,7 @@ def test_concurrent_engines_are_tuned_by_their_number_of_sequences(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = rlflow.compile(load("recipe=grpo_tiny", "roles.rollout.engine=vllm"))
-    monkeypatch.setattr(engine_class("vllm"), "set_max_num_seqs", Writer.set_max_num_seqs, raising=False)
+    monkeypatch.setattr(engine_kind("vllm").engine, "set_max_num_seqs", Writer.set_max_num_seqs, raising=False)
     # They are started with room for more than is planned.
     assert (num_sequences(plan, "rollout"), num_sequences(with_spare_slots(plan), "rollout")) == (256, 512)
     few = rlflow.compile(load("recipe=grpo_tiny", "roles.rollout.engine=vllm", "data.batch_size=40"))

@@ -10,7 +10,7 @@ from typing import Any
 from rlflow.commands.doctor.checks.models import HALF_BILLION, free_memory_in_another_process, prompts_of, spec_of
 from rlflow.commands.doctor.finding import Measurement
 from rlflow.engines.base import Sampling
-from rlflow.engines.registry import engine_class
+from rlflow.engines.registry import engine_kind
 from rlflow.resources.layout import Layout
 from rlflow.resources.memory.overheads import asleep_terms
 from rlflow.resources.memory.state import total_gib
@@ -38,7 +38,7 @@ def sleep(
     with free_memory_in_another_process(device) as free_gib:
         before = free_gib()
         spec = spec_of(architecture, layout, "Generates", device=device, max_model_len=16 + max_tokens)
-        engine: Any = engine_class("vllm")(spec)
+        engine: Any = engine_kind("vllm").engine(spec)
         given, sampling = prompts_of(prompts, 16), Sampling(max_tokens=max_tokens)
         first = engine.generate(given, sampling)
         awake = free_gib()

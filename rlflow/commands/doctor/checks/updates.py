@@ -17,7 +17,7 @@ from rlflow.commands.doctor.checks.models import (
 from rlflow.commands.doctor.finding import Measurement
 from rlflow.compiler.lower import training_memory
 from rlflow.engines.base import Sleeps
-from rlflow.engines.registry import engine_class
+from rlflow.engines.registry import engine_kind
 from rlflow.recipe import Role
 from rlflow.resources.layout import Layout
 from rlflow.resources.memory.overheads import process_terms
@@ -48,7 +48,7 @@ def update(
 
     An engine that can sleep then sleeps and wakes: the freed memory is measured from another process.
     """
-    sleeps = issubclass(engine_class(engine), Sleeps)
+    sleeps = issubclass(engine_kind(engine).engine, Sleeps)
     layout = Layout(
         micro_batch_tokens=rows * (prompt_tokens + response_tokens),
         zero_stage=zero_stage,
@@ -58,7 +58,7 @@ def update(
     with free_memory_in_another_process(device) as free_gib:
         before = free_gib()
         spec = spec_of(architecture, layout, "Trains", "Scores", device=device)
-        trainer: Any = engine_class(engine)(spec)
+        trainer: Any = engine_kind(engine).engine(spec)
         minibatch = minibatch_of(rows, prompt_tokens, response_tokens)
         first, second = (trainer.update(minibatch, NegativeLogprob()).values["loss"] for _ in range(2))
         expected = math.log(architecture.vocab_size)

@@ -14,7 +14,7 @@ import rlflow
 from rlflow.compiler.graph import Graph
 from rlflow.compiler.plan import Plan
 from rlflow.engines.base import SharesGpus, Sleeps
-from rlflow.engines.registry import engine_class
+from rlflow.engines.registry import engine_kind
 from rlflow.resources.layout import Bundle
 from rlflow.runtime.protocols import Workers
 from rlflow.runtime.ray.engine_set import RayEngines
@@ -222,9 +222,9 @@ def test_on_cpus_roles_do_not_take_turns() -> None:
 
 @pytest.mark.parametrize("name", ["torch", "deepspeed", "transformers"])
 def test_engines_release_their_memory(name: str) -> None:
-    assert issubclass(engine_class(name), SharesGpus)
+    assert issubclass(engine_kind(name).engine, SharesGpus)
 
 
 @pytest.mark.parametrize("name", ["vllm", "deepspeed"])
 def test_engines_that_sleep(name: str) -> None:
-    assert issubclass(engine_class(name), Sleeps)
+    assert issubclass(engine_kind(name).engine, Sleeps)

@@ -3,7 +3,7 @@
 from concurrent.futures import Future
 from typing import Any
 
-from rlflow.engines.registry import engine_class
+from rlflow.engines.registry import engine_kind
 from rlflow.runtime.ray.worker import EngineWorker
 from rlflow.runtime.weights.sync import sync_weights
 
@@ -43,7 +43,7 @@ def test_engines_accept_the_weights_once_all_are_sent() -> None:
     assert [call[0] for call in trainer.calls] == ["disconnect_receivers"] * 2 + ["send_gpu_to_gpu"] * 2
     assert followers.calls == [("call", "finish_transfer", 7)] * 2
     assert all(hasattr(EngineWorker, call[0]) for call in trainer.calls + followers.calls)
-    assert hasattr(engine_class("vllm"), "finish_transfer")
+    assert hasattr(engine_kind("vllm").engine, "finish_transfer")
     # The engines stay connected.
     sync_weights(trainer, followers, version=8)
     assert [call[0] for call in trainer.calls[4:]] == ["send_gpu_to_gpu"] * 2
