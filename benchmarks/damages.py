@@ -31,7 +31,8 @@ def damages(draw: random.Random, every: int) -> Iterator[Callable[[Path], None]]
     def mix_checkpoints(newest: Path) -> None:
         """Replace a file by that of the checkpoint before."""
         before = newest.with_name(f"step-{checkpoint_step(newest) - every:06d}")
-        file = newest / draw.choice(["manifest.json", "actor/weights.safetensors", "actor/exp_avg.safetensors"])
+        states = [f"actor/{kind}-00000-00000.safetensors" for kind in ("weights", "exp_avg")]
+        file = newest / draw.choice(["manifest.json", *states])
         shutil.copy(before / file.relative_to(newest), file)
 
     def empty_checkpoint(newest: Path) -> None:

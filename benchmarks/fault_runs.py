@@ -301,7 +301,7 @@ def undisturbed(folder: Path, size: Size = SMALL) -> Undisturbed:
     outcome = trial.run()
     assert not outcome.problems, outcome.remarks
     expected = Undisturbed(trial.folder, size, names(trial.folder))
-    weights = [(each / "actor" / "weights.safetensors").read_bytes() for each in checkpoints(trial.folder)]
+    weights = [(each / "actor" / "weights-00000-00000.safetensors").read_bytes() for each in checkpoints(trial.folder)]
     assert len(set(weights)) == len(weights) > 1, "steps do not change the model"
     return expected
 

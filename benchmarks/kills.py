@@ -139,7 +139,8 @@ def undisturbed(folder: Path, kind: str) -> Undisturbed:
     assert codes == [FINISHED] * 3, "an undisturbed run failed"
     expected = Undisturbed(kind, every, seconds, json.loads((folder / "operations").read_text()), names(usual))
     assert not differences(usual, expected), "two undisturbed runs differ"
-    kinds = [(each / "actor" / f"{kind}.safetensors") for kind in ("weights", "exp_avg") for each in checkpoints(every)]
+    files = [f"actor/{kind}-00000-00000.safetensors" for kind in ("weights", "exp_avg")]
+    kinds = [each / file for file in files for each in checkpoints(every)]
     assert len({file.read_bytes() for file in kinds}) == len(kinds), "steps do not change the model"
     return expected
 

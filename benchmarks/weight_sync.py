@@ -24,6 +24,7 @@ from rlflow.compiler.plan import Plan
 from rlflow.engines.causal_lm.pretrained import load_model
 from rlflow.runtime.ray.role_workers import RoleWorkers
 from rlflow.runtime.ray.runtime import RayRuntime
+from tests.helpers import spec
 
 _REPEATS = 5
 _OVERRIDES = (
@@ -46,7 +47,7 @@ def main() -> int:
     json_file = parser.parse_args().json
     (plan,) = plans(Path())
     models = models_in_use(plan.recipe)
-    own = load_model("policy", models["policy"], device="cpu", dtype=torch.float32, seed=0).state_dict()
+    own = load_model(spec(model=models["policy"]), dtype=torch.float32).state_dict()
     again = {name: tensor.clone() for name, tensor in own.items()}
     new_s, used_s, syncs, shares = [], [], [], []
     with tempfile.TemporaryDirectory() as folder, RayRuntime().start(plan, models, Path(folder)) as engines:

@@ -11,7 +11,6 @@ from rlflow.batch import Logprobs, Packed, Prompts, Repeated, Rollouts, Sequence
 from rlflow.engines.base import FP32_TRAINING, EngineKind, EngineSpec, Sampling, sample_seed
 from rlflow.engines.causal_lm.adapters import add_adapters, trained_weights, transfer_name
 from rlflow.engines.causal_lm.decoding import decode
-from rlflow.engines.causal_lm.kernels import choose_attention
 from rlflow.engines.causal_lm.micro_batches import build_micro_batches, restore_order
 from rlflow.engines.causal_lm.pretrained import load_model, load_tokenizer, merge_end_ids
 from rlflow.engines.causal_lm.token_outputs import token_scores
@@ -42,15 +41,7 @@ class TransformersEngine(TunableEngine, ProfiledEngine):
         import torch
 
         self._spec = spec
-        dtype = getattr(torch, spec.model.dtype)
-        self._model = load_model(
-            spec.model_name,
-            spec.model,
-            device=spec.device,
-            dtype=dtype,
-            seed=spec.seed,
-            attention=choose_attention(spec),
-        )
+        self._model = load_model(spec, dtype=getattr(torch, spec.model.dtype))
         add_adapters(self._model, spec)
         self.tokenizer = load_tokenizer(spec.model_name, spec.model)
         self._end_ids = merge_end_ids(self._model.generation_config.eos_token_id, self.tokenizer.eos_token_id)

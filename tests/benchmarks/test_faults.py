@@ -12,7 +12,7 @@ from benchmarks.fault_runs import SMALL, Undisturbed, differences
 from benchmarks.kills import names
 
 PROBLEMS = ("hangs", "untyped", "lost", "doubled", "different_weights", "metrics_differ", "leftovers", "unfinished")
-WEIGHTS = f"checkpoints/step-{SMALL.steps:06d}/actor/weights.safetensors"
+WEIGHTS = f"checkpoints/step-{SMALL.steps:06d}/actor/weights-00000-00000.safetensors"
 STEPS = ['{"step": 1, "tokens": 8, "reward": 0.5}', '{"step": 2, "tokens": 8, "reward": 0.7}']
 
 

@@ -24,7 +24,6 @@ OBJECTS: Mapping[str, Mapping[str, str]] = {
         "self._tokenizer": _TOKENIZER,
         "self.tokenizer": _TOKENIZER,
         "tokenizer": _TOKENIZER,
-        "self._module": _MODEL,
         "self._model": _MODEL,
         "model": _MODEL,
         "built": _MODEL,

@@ -128,7 +128,7 @@ def plain(sgd: bool = False, model: Model = MODEL, of: EngineSpec | None = None)
 
     engine = TorchEngine(of or spec(model=model, optimizer=Optimizer(learning_rate=1e-2)))
     if sgd:
-        engine._optimizer = torch.optim.SGD(engine._model.parameters(), lr=1e-2)  # type: ignore[assignment]
+        engine._optimizer = torch.optim.SGD(engine._model.parameters(), lr=1e-2)
     return engine
 
 
@@ -418,7 +418,7 @@ def assert_same_values(expected: dict[str, Any], found: dict[str, Any]) -> None:
         ),
         (lambda folder: (folder / "weights-00001-00000.safetensors").write_bytes(b"no header"), "Error while deserial"),
         (
-            lambda folder: save_file({"lm_head.weight": np.zeros(3, np.float32)}, folder / "weights-2.safetensors"),
+            lambda folder: save_file({"lm_head.weight": np.zeros(3, np.float16)}, folder / "weights-2.safetensors"),
             "weights-2.safetensors has no range of lm_head.weight",
         ),
         (lambda folder: (folder / "optimizer.json").write_text("{}"), "optimizer.json has no number of steps"),
@@ -492,7 +492,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(two: Sequence[EngineProce
     batch.columns["advantages"].values[:] = 1e37
     ours = Ranks(two, actor(0), address)
     before = dict(ours.weights()[0])
-    with pytest.raises(NotFiniteError, match="role actor: grad_norm is not finite"):
+    with pytest.raises(NotFiniteError, match=r"role actor: grad_norm is (inf|nan), although"):
         ours.update(split(batch), [LOSS] * 2)
     assert all((before[name] == value).all() for name, value in ours.weights()[0])
 
@@ -506,11 +506,11 @@ def most_gathered(engines: list[Any], place: int) -> int:
     usual = deepspeed._GATHERED_BYTES
     vars(deepspeed)["_GATHERED_BYTES"] = 1
     whole = [
-        sum(weight.ds_status == ZeroParamStatus.AVAILABLE for weight in engines[place]._module.parameters())
+        sum(weight.ds_status == ZeroParamStatus.AVAILABLE for weight in engines[place]._model.parameters())
         for _ in engines[place].weights()
     ]
     vars(deepspeed)["_GATHERED_BYTES"] = usual
-    assert not any(weight.ds_status == ZeroParamStatus.AVAILABLE for weight in engines[place]._module.parameters())
+    assert not any(weight.ds_status == ZeroParamStatus.AVAILABLE for weight in engines[place]._model.parameters())
     return int(max(whole))
 
 
@@ -543,9 +543,7 @@ def park(engines: list[Any], place: int) -> float:
     for (name, weight), (_, same) in zip(call(engines, place, "weights"), before, strict=True):
         assert weight.equal(same), name
     engine.wake()
-    return given_up / int(
-        sum(4 * getattr(weight, "ds_numel", weight.numel()) for weight in engine._module.parameters())
-    )
+    return given_up / int(sum(4 * getattr(weight, "ds_numel", weight.numel()) for weight in engine._model.parameters()))
 
 
 @pytest.mark.parametrize(("stage", "share"), [(0, 3), (1, 2), (2, 2), (3, 1.5)])

@@ -60,7 +60,7 @@ def gradients_of_one_update(
     engine = Descent(of)
 
     def masters() -> dict[str, torch.Tensor]:
-        named = engine._module.named_parameters()
+        named = engine._model.named_parameters()
         return {name: safe_get_full_fp32_param(weight).clone() for name, weight in named}
 
     before = masters()
@@ -85,7 +85,7 @@ def recording(function: Any, seen: list[torch.dtype]) -> Any:
 
 def reference(batch: Minibatch) -> dict[str, torch.Tensor]:
     """Return the sum in float64 of the gradients that bfloat16 weights have for each row by itself."""
-    model = load_model("policy", BFLOAT16, device="cpu", dtype=torch.bfloat16, seed=0)
+    model = load_model(spec(model=BFLOAT16), dtype=torch.bfloat16)
     sums = {name: torch.zeros_like(weight, dtype=torch.float64) for name, weight in model.named_parameters()}
     for row in range(len(batch)):
         model.zero_grad()

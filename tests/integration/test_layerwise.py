@@ -76,7 +76,7 @@ def load(engines: list[Any], of: EngineSpec) -> tuple[int, dict[str, torch.Tenso
     config = deepspeed_config(of, trains=False)
     config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     with Live() as live:
-        model = load_sharded(of, config, head="vocabulary")
+        model = load_sharded(of, config)
     whole = {}
     for name, weight in model.named_parameters():
         with deepspeed.zero.GatheredParameters([weight]):

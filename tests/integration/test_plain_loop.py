@@ -21,6 +21,7 @@ from rlflow.engines.base import Sampling, TokenLoss, sample_seed
 from rlflow.engines.causal_lm.pretrained import load_model, load_tokenizer
 from rlflow.recipe import Model, Optimizer
 from tests.conftest import CONFIG_DIR, ROOT
+from tests.helpers import spec
 
 pytestmark = pytest.mark.slow
 
@@ -47,7 +48,7 @@ class PlainEngine:
     """Generates, scores and trains one sequence at a time."""
 
     def __init__(self, model: Model) -> None:
-        self.model: Any = load_model("policy", model, device="cpu", dtype=torch.float32, seed=0)
+        self.model: Any = load_model(spec(model=model), dtype=torch.float32)
         self.model.config._attn_implementation = "eager"
         self.tokenizer = load_tokenizer("policy", model)
         self.optimizer = torch.optim.AdamW(
@@ -132,9 +133,7 @@ def test_with_a_plain_engine_it_gives_the_figures_of_the_compiled_graph(tmp_path
     steps = list(train(actor, rollout, reference, data, length, SETTINGS))
     report = rlflow.run(rlflow.compile(recipe, "local"), tmp_path / "run", observers=())
     assert_same(steps, report.history())
-    exported = load_model(
-        "policy", Model(path=report.models["actor"]), device="cpu", dtype=torch.float32, seed=0
-    ).state_dict()
+    exported = load_model(spec(model=Model(path=report.models["actor"])), dtype=torch.float32).state_dict()
     for name, value in actor.weights():
         assert (value - exported[name]).abs().max() < 1e-4, name
 

@@ -9,10 +9,11 @@ import torch
 
 from rlflow.compiler.lower import models_in_use
 from rlflow.data.source import DataSource, load_rows, open_training_data
-from rlflow.engines.base import Head, sample_seed
+from rlflow.engines.base import sample_seed
 from rlflow.engines.causal_lm.pretrained import load_model, load_tokenizer
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.step import train_step
+from tests.helpers import spec
 from tests.integration.test_critic import plan_of
 
 STEPS, LIMIT, EPS, VALUE_EPS, KL, GAMMA, LAM, RATE, BETAS = 3, 5, 0.2, 0.1, 0.3, 0.9, 0.8, 1e-2, (0.9, 0.98)
@@ -97,9 +98,6 @@ def plain_loop(data: DataSource, policy: Any, critic: Any, reference: Any, token
     return history
 
 
-_HEADS: tuple[Head, ...] = ("vocabulary", "vocabulary", "value")
-
-
 @pytest.mark.slow
 def test_the_compiled_graph_gives_the_same_figures(tmp_path: Path) -> None:
     plan = plan_of(*OVERRIDES)
@@ -108,7 +106,8 @@ def test_the_compiled_graph_gives_the_same_figures(tmp_path: Path) -> None:
     rows = load_rows(plan.recipe.data, "split")
     data = open_training_data(plan.recipe.data, tokenizer, rows, plan.recipe.seed)
     policy, reference, critic = (
-        load_model("policy", models["policy"], device="cpu", dtype=torch.float32, seed=0, head=head) for head in _HEADS
+        load_model(spec(model=models["policy"], capabilities=["Trains", capability]), dtype=torch.float32)
+        for capability in ("Scores", "Scores", "Values")
     )
     for model in (policy, reference, critic):
         model.config._attn_implementation = "eager"

@@ -8,10 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlflow.engines.base import Head
+from rlflow.engines.base import EngineSpec, Head, choose_head
+from rlflow.engines.causal_lm.kernels import choose_attention
 from rlflow.errors import RecipeError, first_line
 from rlflow.recipe import Model
-from rlflow.resources.layout import Attention
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -46,23 +46,14 @@ def load_tokenizer(name: str, model: Model) -> "PreTrainedTokenizerBase":
     return _load(name, model.path, load)
 
 
-def load_model(
-    name: str,
-    model: Model,
-    *,
-    device: str,
-    dtype: "dtype",
-    seed: int,
-    attention: Attention = "sdpa",
-    head: Head = "vocabulary",
-    trains: bool = True,
-) -> "PreTrainedModel":
-    """Load or create the model of ``models.<name>``, in evaluation mode. Raises RecipeError.
+def load_model(spec: EngineSpec, *, dtype: "dtype", device: str | None = None) -> "PreTrainedModel":
+    """Load or create the model of a role, in evaluation mode, by default on the role's device. Raises RecipeError.
 
-    ``seed`` initializes random weights and a new value or reward head. A new head is accepted only for a role that
-    ``trains`` it; a model with another role must bring its own. So must a language model, unless its output layer is
+    The role's seed initializes random weights and a new value or reward head. A new head is accepted only for a role
+    that is trained; a model with another role must bring its own. So must a language model, unless its output layer is
     that of the embeddings.
     """
+    name, model, head = spec.model_name, spec.model, choose_head(spec.capabilities)
     _check_folder(name, model)
     import torch
     from transformers import (
@@ -75,7 +66,7 @@ def load_model(
 
     from rlflow.engines.causal_lm.attention import FLASH_NAME, NAME
 
-    chosen = FLASH_NAME if attention == "flash_attention_2" else NAME
+    attention = FLASH_NAME if choose_attention(spec) == "flash_attention_2" else NAME
     # Progress bars would interfere with the run's own display.
     logging.disable_progress_bar()
     auto = {
@@ -85,12 +76,12 @@ def load_model(
     }[head]
     extra: dict[str, Any] = {} if head == "vocabulary" else {"num_labels": 1}
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(spec.seed)
         if model.path is not None:
             load = lambda path: auto.from_pretrained(  # noqa: E731
                 path,
                 dtype=dtype,
-                attn_implementation=chosen,
+                attn_implementation=attention,
                 output_loading_info=True,
                 use_safetensors=True,  # other files of weights are pickles
                 trust_remote_code=model.trust_remote_code,
@@ -99,12 +90,12 @@ def load_model(
             # transformers warns that a value or reward head is new, which is expected.
             with nullcontext() if head == "vocabulary" else _without_warnings():
                 built, loaded = _load(name, model.path, load)
-            new = _HEAD_WEIGHTS if trains else set()
+            new = _HEAD_WEIGHTS if "Trains" in spec.capabilities else set()
             _check_complete(name, model.path, head, set(loaded["missing_keys"]) - new)
         else:
             tokenizer = load_tokenizer(name, model)
             config = AutoConfig.for_model(**_config_fields(model), eos_token_id=tokenizer.eos_token_id, **extra)
-            built = auto.from_config(config, dtype=dtype, attn_implementation=chosen)
+            built = auto.from_config(config, dtype=dtype, attn_implementation=attention)
     layers = set(getattr(built.config, "layer_types", None) or ())
     if layers - {"full_attention"}:
         fact = f"layers of {', '.join(sorted(layers - {'full_attention'}))} are not supported"
@@ -122,7 +113,7 @@ def load_model(
             module.p = 0.0
     if head == "reward":
         _return_all_rewards(built)
-    return built.eval().to(device)
+    return built.eval().to(device or spec.device)
 
 
 def save_model(

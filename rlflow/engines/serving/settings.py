@@ -48,8 +48,7 @@ def model_files(spec: EngineSpec) -> Iterator[str]:
         yield spec.model.path
         return
     with TemporaryDirectory(prefix="rlflow-model-") as folder:
-        dtype = getattr(torch, spec.model.dtype)
-        model = load_model(spec.model_name, spec.model, device="cpu", dtype=dtype, seed=spec.seed)
+        model = load_model(spec, dtype=getattr(torch, spec.model.dtype), device="cpu")
         save_model(model, load_tokenizer(spec.model_name, spec.model), Path(folder))
         yield folder
 

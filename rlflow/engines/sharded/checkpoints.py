@@ -31,14 +31,17 @@ def save_shards(spec: EngineSpec, folder: Path, state: TrainedState) -> None:
 
     The options of the optimizer are not saved, because the recipe has them.
     """
+    from safetensors.torch import save_file
+
     num_steps = state.num_steps
     if spec.rank == 0:
         (folder / _STEPS_FILE).write_text(json.dumps({"steps": num_steps}))
     for kind in _kinds(num_steps):
         values = {name: state.get_values(name, kind) for name in state.names_to_write()}
         for number, names in enumerate(_group_by_file(values)):
-            starts = {name: str(state.get_range(name)[0]) for name in names}
-            _save_file(folder / f"{kind}-{spec.rank:05}-{number:05}.safetensors", values, starts)
+            ranges = {name: values[name].cpu() for name in names}
+            starts = {name: str(start) for name in names if (start := state.get_range(name)[0])}
+            save_file(ranges, folder / f"{kind}-{spec.rank:05}-{number:05}.safetensors", starts or None)
 
 
 def restore_shards(spec: EngineSpec, folder: Path, state: TrainedState) -> None:
@@ -48,14 +51,14 @@ def restore_shards(spec: EngineSpec, folder: Path, state: TrainedState) -> None:
     """
     from torch.distributed import all_gather_object
 
-    failure: Exception | None = None
+    failure, problem = None, None
     try:
         _restore(folder, state)
     except Exception as error:  # torch and safetensors raise many kinds, and the other ranks must not wait for this one
-        failure = error
-    problem = str(failure) if isinstance(failure, EngineError) else failure and first_line(failure)
-    problems: list[str | None] = [None] * spec.world_size
-    all_gather_object(problems, problem, group=files_group())
+        failure, problem = error, str(error) if isinstance(error, EngineError) else first_line(error)
+    problems: list[str | None] = [problem] * spec.world_size
+    if spec.world_size > 1:
+        all_gather_object(problems, problem, group=files_group())
     if reasons := [each for each in problems if each]:
         raise EngineError(
             f"role {spec.role}: '{folder}' cannot be restored ({make_printable(reasons[0])}).\n"
@@ -81,13 +84,6 @@ def _group_by_file(values: "Mapping[str, Tensor]") -> Iterator[Sequence[str]]:
         size += value.nbytes
     if names:
         yield names
-
-
-def _save_file(file: Path, values: "Mapping[str, Tensor]", starts: dict[str, str]) -> None:
-    """Write the ranges of the weights that ``starts`` names, each with its start."""
-    from safetensors.torch import save_file
-
-    save_file({name: values[name].cpu() for name in starts}, file, starts)
 
 
 def _restore(folder: Path, state: TrainedState) -> None:
@@ -125,7 +121,7 @@ def _open_ranges(stack: ExitStack, folder: Path, kind: str) -> dict[str, list[tu
         content = stack.enter_context(safe_open(file, "pt"))
         starts = content.metadata() or {}
         for name in content.keys():  # noqa: SIM118
-            values, start = content.get_slice(name), starts.get(name, "")
+            values, start = content.get_slice(name), starts.get(name, "0")
             if values.get_dtype() != "F32" or len(values.get_shape()) != 1 or not start.isdecimal():
                 raise EngineError(f"{file.name} has no range of {name}")
             ranges.setdefault(name, []).append((int(start), values.get_shape()[0], values))

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from rlflow.engines.base import EngineSpec, Head
-from rlflow.engines.causal_lm.kernels import choose_attention
+from rlflow.engines.base import EngineSpec
 from rlflow.engines.causal_lm.pretrained import load_model
 
 if TYPE_CHECKING:
@@ -27,22 +26,15 @@ Unread = Any
 LoadResult = tuple[list[str], set[str]]
 
 
-def load_sharded(spec: EngineSpec, config: dict[str, Any], *, head: Head) -> "PreTrainedModel":
+def load_sharded(spec: EngineSpec, config: dict[str, Any]) -> "PreTrainedModel":
     """Load the model of a role; a model from a path is sharded while it loads if ``config`` asks for ZeRO 3."""
     import torch
 
-    is_zero3 = config["zero_optimization"]["stage"] == 3
-    with _zero3_loading(config) if is_zero3 and spec.model.path is not None else nullcontext():
-        return load_model(
-            spec.model_name,
-            spec.model,
-            device="cpu" if is_zero3 else spec.device,
-            dtype=getattr(torch, spec.model.dtype),
-            seed=spec.seed,
-            attention=choose_attention(spec),
-            head=head,
-            trains="Trains" in spec.capabilities,
-        )
+    dtype = getattr(torch, spec.model.dtype)
+    if config["zero_optimization"]["stage"] < 3:
+        return load_model(spec, dtype=dtype)
+    with _zero3_loading(config) if spec.model.path is not None else nullcontext():
+        return load_model(spec, dtype=dtype, device="cpu")
 
 
 class _Zero3Config:

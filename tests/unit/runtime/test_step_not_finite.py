@@ -111,5 +111,5 @@ def test_a_gradient_that_is_not_finite_is_named() -> None:
     """The loss is: 1e38 times a logprob; the square of its gradient is not."""
     engine = TorchEngine(spec(optimizer=Optimizer(max_grad_norm=1.0)))
     huge = RolloutAdvantages(values=Repeated(np.full(4, 2e37, np.float32), WRITTEN.response_ids.lengths))
-    with pytest.raises(EngineError, match=r"role actor: grad_norm is (inf|nan) in a minibatch of 4 samples, whose"):
+    with pytest.raises(EngineError, match=r"role actor: grad_norm is (inf|nan), although the loss is"):
         PolicyUpdate().run(engine, WRITTEN, huge)

@@ -127,7 +127,7 @@ def test_the_model_runs_by_the_kernel_that_is_chosen(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(attention, "has_varlen_kernel", lambda value: True)
     monkeypatch.setattr(attention, "varlen_attn", None)
-    monkeypatch.setattr("rlflow.engines.torch.choose_attention", lambda spec: "flash_attention_2")
+    monkeypatch.setattr("rlflow.engines.causal_lm.pretrained.choose_attention", lambda spec: "flash_attention_2")
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=flash))
     assert TorchEngine(spec()).logprobs(GIVEN, 1.0).values.values == pytest.approx(scores, abs=1e-5)
     assert called

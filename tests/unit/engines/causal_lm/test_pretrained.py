@@ -51,7 +51,7 @@ def test_no_file_of_a_model_runs_unless_the_recipe_says_so(foreign: Model, tmp_p
     assert foreign.path is not None
     ways: list[Callable[[], object]] = [
         lambda: load_tokenizer("policy", foreign),
-        lambda: load_model("policy", foreign, device="cpu", dtype=torch.float32, seed=0),
+        lambda: load_model(spec(model=foreign), dtype=torch.float32),
         lambda: load_config("policy", str(foreign.path)),
     ]
     for load in ways:
@@ -82,7 +82,7 @@ def test_a_large_model_is_written_in_several_files_that_load_as_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pretrained, "_LARGEST_FILE", "20KB")
-    model = load_model("policy", MODEL, device="cpu", dtype=torch.float32, seed=0)
+    model = load_model(spec(model=MODEL), dtype=torch.float32)
     save_model(model, load_tokenizer("policy", MODEL), tmp_path)
     # 15984 weights of 4 bytes.
     files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
@@ -91,7 +91,7 @@ def test_a_large_model_is_written_in_several_files_that_load_as_one(
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"].values()) == set(files)
     stored = Model(path=str(tmp_path), dtype="float32")
-    again = load_model("policy", stored, device="cpu", dtype=torch.float32, seed=1)
+    again = load_model(spec(model=stored, seed=1), dtype=torch.float32)
     for loaded in (AutoModelForCausalLM.from_pretrained(tmp_path), again):
         weights = loaded.state_dict()
         assert weights.keys() == model.state_dict().keys()
@@ -105,7 +105,7 @@ def test_a_file_of_weights_has_at_most_five_gigabytes() -> None:
 @pytest.mark.parametrize(("head", "trains"), [("value", False), ("reward", False), ("value", True)])
 def test_a_language_model_has_no_other_head_than_its_own(head: Head, trains: bool, tmp_path: Path) -> None:
     """A head that is never trained must come with the model."""
-    save_model(load_model("policy", MODEL, device="cpu", dtype=torch.float32, seed=0), tokenizer(), tmp_path)
+    save_model(load_model(spec(model=MODEL), dtype=torch.float32), tokenizer(), tmp_path)
     with nullcontext() if trains else pytest.raises(RecipeError, match=f"is no {head} model: .* missing .*score"):
         load_stored(tmp_path, head, trains=trains)
 
@@ -116,7 +116,7 @@ def test_a_reward_model_is_a_language_model_where_its_output_layer_is_the_embedd
 ) -> None:
     assert MODEL.architecture is not None
     model = replace(MODEL, architecture=replace(MODEL.architecture, tie_word_embeddings=tied))
-    built = load_model("policy", model, device="cpu", dtype=torch.float32, seed=0, head="reward")
+    built = load_model(spec(model=model, capabilities=["Trains", "Evaluates"]), dtype=torch.float32)
     save_model(built, tokenizer(), tmp_path)
     if not tied:
         with pytest.raises(RecipeError) as raised:
@@ -137,4 +137,6 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 def load_stored(folder: Path, head: Head, *, trains: bool) -> PreTrainedModel:
     model = Model(path=str(folder), dtype="float32")
-    return load_model("policy", model, device="cpu", dtype=torch.float32, seed=1, head=head, trains=trains)
+    capability = {"vocabulary": "Scores", "value": "Values", "reward": "Evaluates"}[head]
+    capabilities = [capability, "Trains"] if trains else [capability]
+    return load_model(spec(model=model, seed=1, capabilities=capabilities), dtype=torch.float32)

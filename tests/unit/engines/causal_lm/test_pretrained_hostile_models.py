@@ -11,6 +11,7 @@ import torch
 from rlflow.engines.causal_lm.pretrained import load_model, load_tokenizer
 from rlflow.errors import RecipeError
 from rlflow.recipe import Model
+from tests.helpers import spec
 
 CONFIG = {
     "model_type": "llama",
@@ -89,7 +90,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_hostile_model_is_refused(name: str, tmp_path: Path) -> None:
     model = write(tmp_path / "model", FOLDERS[name])
     with pytest.raises(RecipeError) as raised:
-        load_model("policy", model, device="cpu", dtype=torch.float32, seed=0)
+        load_model(spec(model=model), dtype=torch.float32)
     assert raised.value.path == "models.policy.path"
     assert not (tmp_path / "owned").exists()
 

@@ -25,7 +25,7 @@ from tests.helpers import MODEL, minibatch, prompts, sequences, spec
 
 
 def model(implementation: str | None = None) -> Any:
-    built = load_model("policy", MODEL, device="cpu", dtype=torch.float32, seed=0)
+    built = load_model(spec(model=MODEL), dtype=torch.float32)
     if implementation is not None:
         built.config._attn_implementation = implementation
     return built
@@ -220,7 +220,7 @@ def test_layers_that_would_mix_sequences_are_refused(tmp_path: Any) -> None:
     built.config.use_sliding_window = True
     built.save_pretrained(tmp_path)
     with pytest.raises(RecipeError, match="layers of sliding_attention are not supported"):
-        load_model("policy", Model(path=str(tmp_path)), device="cpu", dtype=torch.float32, seed=0)
+        load_model(spec(model=Model(path=str(tmp_path))), dtype=torch.float32)
 
 
 def granite(**options: Any) -> Any:
@@ -238,7 +238,7 @@ def test_logits_that_are_changed_at_the_end_are_refused(tmp_path: Any) -> None:
     with pytest.raises(
         RecipeError, match=r"models.policy.path: logits that .* \(logits_scaling 8.0\) are not supported"
     ):
-        load_model("policy", Model(path=str(tmp_path)), device="cpu", dtype=torch.float32, seed=0)
+        load_model(spec(model=Model(path=str(tmp_path))), dtype=torch.float32)
     with pytest.raises(EngineError, match="a GraniteForCausalLM changes its logits after its output layer"):
         token_scores(built, sequences([3], [[2]]), 1.0)
 

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlflow.engines.causal_lm.totals import check_finite
-from rlflow.engines.deepspeed import _own_shard
+from rlflow.engines.deepspeed import DeepSpeedEngine
 from rlflow.engines.torch import TorchEngine
 from rlflow.errors import EngineError
 from rlflow.nodes.policy_loss import LikelihoodLoss
@@ -63,9 +63,9 @@ def test_a_model_that_is_broken_already(broken_model: Path) -> None:
 def test_a_checkpoint_that_is_broken_already(tmp_path: Path) -> None:
     engine = TorchEngine(spec(capabilities=["Trains"]))
     engine.save(tmp_path)
-    saved = load_file(tmp_path / "weights.safetensors")
+    saved = load_file(tmp_path / "weights-00000-00000.safetensors")
     saved[EMBEDDING][0, 0] = float("inf")
-    save_file(saved, tmp_path / "weights.safetensors")
+    save_file(saved, tmp_path / "weights-00000-00000.safetensors")
     with pytest.raises(EngineError, match=f"{EMBEDDING} of 25 weights are not finite in the checkpoint"):
         engine.restore(tmp_path)
 
@@ -84,4 +84,4 @@ def test_the_padding_of_a_shard_is_not_checked() -> None:
     """Seven values over three ranks are shards of three: the last has two values that nobody has written."""
     shards = torch.tensor([[1.0, 2, 3], [4, 5, 6], [7, float("nan"), float("nan")]])
     weights = [SimpleNamespace(ds_tensor=shards[rank], ds_numel=7, ds_zero_partition_rank=rank) for rank in range(3)]
-    assert [_own_shard(weight).tolist() for weight in weights] == [[1, 2, 3], [4, 5, 6], [7]]
+    assert [DeepSpeedEngine._local_values(weight).tolist() for weight in weights] == [[1, 2, 3], [4, 5, 6], [7]]

@@ -33,10 +33,10 @@ class TestModelFiles:
         with model_files(spec(seed=3)) as folder:
             config = load_config("policy", folder)
             again = replace(MODEL, path=folder, random_weights=False)
-            read = load_model("policy", again, device="cpu", dtype=torch.float32, seed=0).state_dict()
+            read = load_model(spec(model=again), dtype=torch.float32).state_dict()
             assert load_end_ids(folder, config) == [0]
         assert not Path(folder).exists()
-        new = load_model("policy", MODEL, device="cpu", dtype=torch.float32, seed=3).state_dict()
+        new = load_model(spec(model=MODEL, seed=3), dtype=torch.float32).state_dict()
         assert new.keys() == read.keys()
         assert all(torch.equal(read[name], tensor) for name, tensor in new.items())
 

@@ -1,4 +1,4 @@
-"""The weights and the optimizer's state of a trained model, in files."""
+"""Checkpoints of a role that is not sharded: its weights and its optimizer, in files."""
 
 from pathlib import Path
 
@@ -7,8 +7,10 @@ import torch
 from torch.nn import Linear, Module
 from torch.optim import AdamW
 
-from rlflow.engines.state_files import restore_state, save_state
+from rlflow.engines.sharded.checkpoints import restore_shards, save_shards
+from rlflow.engines.sharded.trained_state import TrainedState
 from rlflow.errors import EngineError
+from tests.helpers import spec
 
 
 class Trained:
@@ -17,7 +19,8 @@ class Trained:
     def __init__(self, outputs: int = 3) -> None:
         self.model: Module = Linear(4, outputs)
         self.weights = dict(self.model.named_parameters())
-        self.optimizer = AdamW(self.model.parameters(), lr=0.1)
+        self.optimizer = AdamW(self.model.parameters(), lr=0.1, fused=True)
+        self.state = TrainedState(spec(), self.weights, self.optimizer)
 
     def step(self) -> None:
         self.optimizer.zero_grad()
@@ -25,10 +28,10 @@ class Trained:
         self.optimizer.step()
 
     def save(self, folder: Path) -> None:
-        save_state(folder, self.weights, self.optimizer)
+        save_shards(spec(), folder, self.state)
 
     def restore(self, folder: Path) -> None:
-        restore_state("actor", folder, self.weights, self.optimizer)
+        restore_shards(spec(), folder, self.state)
 
 
 def test_training_goes_on_bit_for_bit(tmp_path: Path) -> None:
@@ -37,8 +40,8 @@ def test_training_goes_on_bit_for_bit(tmp_path: Path) -> None:
         one.step()
     other.step()
     one.save(tmp_path)
-    names = ["exp_avg.safetensors", "exp_avg_sq.safetensors", "step.safetensors", "weights.safetensors"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    files = [f"{kind}-00000-00000.safetensors" for kind in ("exp_avg", "exp_avg_sq", "weights")]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*files, "optimizer.json"])
     other.restore(tmp_path)
     for path in tmp_path.iterdir():
         path.unlink()
@@ -56,18 +59,30 @@ def test_a_model_that_was_not_trained_yet(tmp_path: Path) -> None:
     one.save(tmp_path)
     other.restore(tmp_path)
     assert torch.equal(one.weights["weight"], other.weights["weight"])
-    assert not other.optimizer.state
+    assert not any(other.optimizer.state.values())
+
+
+def test_equal_states_have_equal_files(tmp_path: Path) -> None:
+    for folder in (tmp_path / "one", tmp_path / "other"):
+        folder.mkdir()
+        torch.manual_seed(0)
+        trained = Trained()
+        trained.step()
+        trained.save(folder)
+    for file in (tmp_path / "one").iterdir():
+        assert file.read_bytes() == (tmp_path / "other" / file.name).read_bytes()
 
 
 def test_another_model_is_refused(tmp_path: Path) -> None:
     Trained(outputs=1).save(tmp_path)
-    with pytest.raises(EngineError, match=r"weights.safetensors' is of another model: bias has shape \(1,\) there"):
+    with pytest.raises(EngineError, match=r"role actor: .* cannot be restored \(weights of weight: expected 12 values"):
         Trained().restore(tmp_path)
 
 
 def test_a_file_that_is_missing_or_unreadable(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match=r"role actor: '.*weights.safetensors' cannot be read"):
+    with pytest.raises(EngineError, match=r"role actor: .* cannot be restored \(.*No such file"):
         Trained().restore(tmp_path)
-    (tmp_path / "weights.safetensors").write_bytes(b"\x80\x04")
-    with pytest.raises(EngineError, match=r"role actor: '.*weights.safetensors' cannot be read"):
+    Trained().save(tmp_path)
+    (tmp_path / "weights-00000-00000.safetensors").write_bytes(b"\x80\x04")
+    with pytest.raises(EngineError, match=r"role actor: .* cannot be restored \(Error while deserializing"):
         Trained().restore(tmp_path)

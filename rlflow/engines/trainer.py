@@ -1,0 +1,231 @@
+"""A base class for engines that train a model of transformers: passes over packed sequences, updates, exports."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlflow.batch import Logprobs, Metrics, Minibatch, Packed, Rewards, Sequences, ValueEstimates
+from rlflow.engines.base import EngineSpec, TokenLoss, choose_head
+from rlflow.engines.causal_lm.adapters import (
+    add_adapters,
+    is_adapter,
+    merge_adapter,
+    save_adapters,
+    trained_weights,
+    transfer_name,
+    without_adapters,
+)
+from rlflow.engines.causal_lm.kernels import apply_determinism
+from rlflow.engines.causal_lm.micro_batches import Index, build_micro_batches, restore_order
+from rlflow.engines.causal_lm.pretrained import load_tokenizer, save_model
+from rlflow.engines.causal_lm.token_outputs import compute_outputs, last_values, set_pad_token
+from rlflow.engines.causal_lm.totals import LossTotals, check_finite
+from rlflow.engines.memory import TunableEngine, enable_expandable_segments
+from rlflow.engines.sharded.checkpoints import restore_shards, save_shards
+from rlflow.engines.sharded.process_group import create_sharding, wait_for_files
+from rlflow.engines.sharded.trained_state import TrainedState
+from rlflow.engines.times import ProfiledEngine
+from rlflow.errors import NotFiniteError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Parameter
+    from torch.optim import Optimizer
+    from transformers import PreTrainedModel
+
+
+class TrainingEngine(TunableEngine, ProfiledEngine, ABC):
+    """An engine that trains, scores and values, in one process or in several.
+
+    Every method is called on all ranks of the role at the same time.
+    """
+
+    _called_model: Any
+    """The model as a pass calls it, which the library may have wrapped."""
+    _optimizer: Any = None
+    """The optimizer, with torch's ``param_groups``; None for a role that is not trained."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        """Prepare the process. A subclass then loads the model and calls ``_use_model``."""
+        self._spec = spec
+        self._head = choose_head(spec.capabilities)
+        self._trains = "Trains" in spec.capabilities
+        if self._trains:
+            enable_expandable_segments(spec.device)
+        apply_determinism(spec)
+        import torch
+
+        self._device = torch.device(spec.device)
+
+    def _use_model(self, model: "PreTrainedModel") -> None:
+        """Add what the spec asks for to the loaded model."""
+        spec = self._spec
+        self._model = self._called_model = model
+        add_adapters(model, spec)
+        self._tokenizer = load_tokenizer(spec.model_name, spec.model)
+        if spec.layout.gradient_checkpointing:
+            model.gradient_checkpointing_enable()
+        self._sharding = create_sharding(spec, model)
+
+    def _build_optimizer(self, parameters: "Iterable[Parameter]") -> "Optimizer":
+        import torch
+
+        options = self._spec.optimizer
+        return torch.optim.AdamW(
+            parameters, lr=options.learning_rate, betas=options.betas, weight_decay=options.weight_decay, fused=True
+        )
+
+    def logprobs(self, sequences: Sequences, temperature: float) -> Logprobs:
+        return Logprobs(values=self._forward(sequences, temperature))
+
+    def base_logprobs(self, sequences: Sequences, temperature: float) -> Logprobs:
+        with without_adapters(self._model):
+            return self.logprobs(sequences, temperature)
+
+    def values(self, sequences: Sequences) -> ValueEstimates:
+        return ValueEstimates(values=self._forward(sequences, 1.0))
+
+    def evaluate(self, sequences: Sequences) -> Rewards:
+        return Rewards(values=last_values(self._forward(sequences, 1.0)))
+
+    def update(self, minibatch: Minibatch, loss: TokenLoss) -> Metrics:
+        """Take one optimizer step; metrics are those of the whole minibatch."""
+        learning_rate = self._spec.optimizer.learning_rate_at(minibatch.step, self._spec.steps)
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._model.train()
+        try:
+            with self.within_memory():
+                totals = self._compute_gradients(minibatch, loss)
+        finally:  # the run skips a step whose loss is not finite, and continues
+            self._model.eval()
+        means, norm = self._step(totals)
+        if not isfinite(norm):
+            raise NotFiniteError(
+                f"role {self._spec.role}: grad_norm is {norm}, although the loss is {means['loss']:g}."
+            )
+        self._check_weights(f"after an update with learning rate {learning_rate:g}")
+        return Metrics(values={**means, "grad_norm": norm, "learning_rate": learning_rate})
+
+    def _compute_gradients(self, minibatch: Minibatch, loss: TokenLoss) -> LossTotals:
+        """Add up the gradients of all micro-batches; return the sums over this rank's share."""
+        totals = LossTotals(loss, self._device, self._spec.role)
+        pieces, num_real = self._cut(minibatch)
+        for number, rows in enumerate(pieces):
+            part = minibatch.take(rows)
+            with self._autocast():
+                outputs, more_columns = self._compute_outputs(part, loss.temperature)
+            total = totals.add(part, outputs, more_columns, share=float(number < num_real))
+            self._backward(total, is_last=number == len(pieces) - 1)
+        return totals
+
+    @abstractmethod
+    def _backward(self, total: "Tensor", *, is_last: bool) -> None:
+        """Add the gradients of a pass."""
+
+    @abstractmethod
+    def _step(self, totals: LossTotals) -> tuple[dict[str, float], float]:
+        """Clip the gradients and step; return the metrics of all ranks and the norm of the gradients before clipping.
+
+        Raises NotFiniteError for a loss that is not finite. Where the norm is not finite, weights and optimizer stay as
+        they are, on all ranks.
+        """
+
+    def _forward(self, sequences: Sequences, temperature: float) -> Packed:
+        """Return the head's output for each response token, in the order of the batch."""
+        import torch
+
+        pieces, num_real = self._cut(sequences)
+        with self.within_memory(), torch.no_grad(), self._autocast():
+            values = [self._compute_outputs(sequences.take(rows), temperature)[0].cpu().numpy() for rows in pieces]
+        return restore_order(sequences.response_ids, pieces[:num_real], values[:num_real])
+
+    def _compute_outputs(self, sequences: Sequences, temperature: float) -> "tuple[Tensor, dict[str, Tensor]]":
+        """Return what the loss is a function of, and columns in addition to the minibatch's."""
+        return compute_outputs(self._called_model, self._head, sequences, temperature, self._sharding)
+
+    def _cut(self, sequences: Sequences) -> tuple[list[Index], int]:
+        """Return the micro-batches of this rank's rows, and how many of them are real; others count for nothing."""
+        pieces = build_micro_batches(sequences, self._spec.layout.micro_batch_tokens)
+        return pieces, len(pieces)
+
+    def _autocast(self) -> "AbstractContextManager[object]":
+        return nullcontext()
+
+    def weights(self) -> "Iterator[tuple[str, Tensor]]":
+        for name, weight in self._gather(trained_weights(self._named_weights(), self._spec.lora)):
+            yield transfer_name(name), weight
+
+    def save(self, folder: Path) -> None:
+        save_shards(self._spec, folder, self._trained_state())
+
+    def restore(self, folder: Path) -> None:
+        """Load a checkpoint of any number of ranks and any ZeRO stage.
+
+        Raises EngineError for files that are damaged, missing, or of another model.
+        """
+        restore_shards(self._spec, folder, self._trained_state())
+        self._check_weights("in the checkpoint")
+
+    def export(self, folder: Path) -> None:
+        """Write the model, with adapters merged into it, and the adapters alone; on rank 0.
+
+        Rank 0 collects the weights in host memory: a GPU need not hold a second, merged copy of the model.
+        """
+        import torch
+
+        dtype = getattr(torch, self._spec.model.dtype)
+        exported: dict[str, Tensor] = {}
+        exported_by_id: dict[int, Tensor] = {}
+        named, lora = self._named_weights(), self._spec.lora
+        adapter_weights = {name: weight for name, weight in named.items() if is_adapter(name)}
+        adapters = {name: weight.to("cpu", copy=True) for name, weight in self._gather(adapter_weights)}
+        for name, weight in self._gather({n: weight for n, weight in named.items() if n not in adapter_weights}):
+            if self._spec.rank == 0:
+                base_name, value = merge_adapter(name, weight, adapters, lora)
+                # Tied weights stay one tensor, by which transformers recognizes them.
+                exported[base_name] = exported_by_id.setdefault(id(named[name]), value.to("cpu", dtype, copy=True))
+        if self._spec.rank == 0:
+            self._model.config.dtype = dtype
+            if self._head == "reward":
+                set_pad_token(self._model, self._tokenizer)
+            check_finite(self._spec.role, exported.items(), f"when exported in {self._spec.model.dtype}")
+            save_model(self._model, self._tokenizer, folder, exported)
+            if lora is not None:
+                named_for_peft = {transfer_name(name): weight for name, weight in adapters.items()}
+                save_adapters(folder / "adapters", lora, named_for_peft, self._spec.model.path)
+        if self._spec.world_size > 1:
+            wait_for_files()
+
+    def _check_weights(self, when: str) -> None:
+        """Raise EngineError if a trained weight is not finite, so that it is never copied, saved or exported.
+
+        Each rank checks its own shard, so no rank waits for another.
+        """
+        local = ((name, self._local_values(weight)) for name, weight in self._trained_weights().items())
+        check_finite(self._spec.role, local, when)
+
+    def _trained_state(self) -> TrainedState:
+        return TrainedState(self._spec, self._trained_weights(), self._optimizer)
+
+    def _trained_weights(self) -> "dict[str, Parameter]":
+        """Return the weights that are trained, in the order of the optimizer; tied ones once."""
+        return {name: weight for name, weight in self._model.named_parameters() if weight.requires_grad}
+
+    def _named_weights(self) -> "dict[str, Tensor]":
+        """Return all weights, or under ZeRO 3 this rank's shards of them."""
+        return dict(self._model.state_dict(keep_vars=True))
+
+    @staticmethod
+    def _local_values(weight: Any) -> "Tensor":
+        """Return the values of a weight that this rank has."""
+        values: Tensor = weight
+        return values
+
+    def _gather(self, weights: "Mapping[str, Tensor]") -> "Iterator[tuple[str, Tensor]]":
+        """Yield the full values of weights; a tensor is valid until the next one is requested."""
+        for name, weight in weights.items():
+            yield name, weight.detach()
