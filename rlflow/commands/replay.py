@@ -7,7 +7,6 @@ Nothing in the run's folder changes.
 
 import argparse
 import json
-import sys
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,7 +16,7 @@ import numpy as np
 
 from rlflow.batch import RolloutAdvantages
 from rlflow.compiler.plan import Plan, read_plan
-from rlflow.errors import EngineError, FileError, RecipeError, UserError, first_line, make_printable
+from rlflow.errors import EngineError, FileError, RecipeError, first_line, make_printable
 from rlflow.nodes.generate import Generate
 from rlflow.nodes.reward import Reward
 from rlflow.runtime.bound_node import bind_nodes, states_of
@@ -29,19 +28,14 @@ _MAX_LISTED = 10
 _FIX = "another step (--step N), or the folder of another run"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Print the report; return the exit code."""
     parser = argparse.ArgumentParser("rlflow replay", description="Run a skipped step again.")
     parser.add_argument("run", type=Path, metavar="RUN_FOLDER", help="the folder of a run that has skipped a step")
     parser.add_argument("--step", type=int, help="the step; by default the last that was skipped and is still saved")
     options = parser.parse_args(arguments)
-    try:
-        plan = _read_plan(options.run / "plan.json")
-        for line in replay(plan, options.run, options.step):
-            print(make_printable(line), flush=True)
-    except (UserError, EngineError) as error:
-        print(make_printable(f"{type(error).__name__}: {error}"), file=sys.stderr)
-        return 2 if isinstance(error, UserError) else 1
+    for line in replay(_read_plan(options.run / "plan.json"), options.run, options.step):
+        print(make_printable(line), flush=True)
     return 0
 
 
@@ -167,7 +161,3 @@ def _describe(name: str, batch: Any, skipped: SkippedStep) -> Iterator[str]:
 
 def _all_or_none(lines: Collection[str]) -> Collection[str]:
     return lines or ["  none"]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

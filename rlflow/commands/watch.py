@@ -8,9 +8,9 @@ import argparse
 import hmac
 import json
 import secrets
-import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -96,25 +96,17 @@ class _Handler(BaseHTTPRequestHandler):
         """Print nothing for a request."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Serve until Ctrl-C; return the exit code."""
     parser = argparse.ArgumentParser("rlflow watch", description="Serve a live page about runs.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="the folder of a run, outputs/DATE/TIME")
     parser.add_argument("--port", type=int, default=0, help="the port on this machine, by default any that is free")
     options = parser.parse_args(arguments)
-    try:
-        files = [RunFiles(folder) for folder in options.runs]
-        page_figures(files)  # which raises for damaged files before anybody opens the page
-        server = _server(files, options.port)
-    except UserError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 2
-    with server:
+    files = [RunFiles(folder) for folder in options.runs]
+    page_figures(files)  # which raises for damaged files before anybody opens the page
+    with _server(files, options.port) as server, suppress(KeyboardInterrupt):
         print(f"{server.url} (Ctrl-C ends it; the run goes on)", flush=True)
-        try:
-            server.serve_forever()
-        except KeyboardInterrupt:
-            return 0
+        server.serve_forever()
     return 0
 
 
@@ -124,7 +116,3 @@ def _server(files: Sequence[RunFiles], port: int) -> RunServer:
     except (OSError, OverflowError) as error:
         fix = "another port, or leave out --port"
         raise RecipeError("--port", f"{port} cannot be used ({error})", fix=fix) from None
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -18,7 +18,7 @@ Sections = Iterator[tuple[str, list[Finding]]]
 """Titles and the lines below each."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Print the report; return the exit code."""
     parser = argparse.ArgumentParser("rlflow doctor", description="Report on this machine.")
     parser.add_argument(
@@ -52,7 +52,3 @@ def _print_report(sections: Sections, verdict: Callable[[int], str]) -> int:
         show(console, findings)
     console.print(f"\n{verdict(broken)}")
     return 1 if broken else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -4,15 +4,14 @@ It reads the ``key=value`` arguments of ``verl.trainer.main_ppo``.
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from rlflow.commands.convert.verl import convert
-from rlflow.errors import FileError, UserError
+from rlflow.errors import FileError
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Write the recipe and print the remarks; return the exit code."""
     parser = argparse.ArgumentParser("rlflow convert", description="Convert a script of verl to a recipe.")
     parser.add_argument("script", type=Path, help="a file with the arguments of verl.trainer.main_ppo")
@@ -24,19 +23,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.output is None and output.exists():
             raise FileError(str(output), "exists already", fix="--output FILE, which may replace it")
         output.write_text(converted.recipe)
-    except UserError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 2
     except UnicodeDecodeError:
-        print(f"FileError: {options.script}: is not UTF-8.", file=sys.stderr)
-        return 2
+        raise FileError(str(options.script), "is not UTF-8") from None
     except OSError as error:
-        print(f"FileError: {error.filename}: {error.strerror}.", file=sys.stderr)
-        return 2
+        raise FileError(str(error.filename), str(error.strerror)) from None
     remarks = "".join(f"{what}: {why}\n" for what, why in converted.remarks.items())
     print(f"{remarks}\nplan it: rlflow recipe={output} cluster={converted.cluster} dry_run=true")
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -5,7 +5,6 @@ It takes at most two minutes, and writes a file for ``calibration=FILE``.
 
 import argparse
 import os
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,22 +16,17 @@ import yaml
 from rlflow.commands.calibrate.fit import calibration_from_runs, read_run
 from rlflow.commands.calibrate.machine import MachineFigures, measure
 from rlflow.commands.calibrate.probes import probes, run_probes
-from rlflow.errors import EngineError, UserError
 from rlflow.resources.time.calibration import calibration_figures, default_efficiency
 from rlflow.resources.time.speed import Efficiency
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Measure, print each figure, and write the file; return the exit code."""
     parser = argparse.ArgumentParser("rlflow calibrate", description=__doc__)
     parser.add_argument("--cluster", default="1x1@cpu", help="the cluster that the short runs use, as in cluster=")
     parser.add_argument("--output", type=Path, default=Path("calibration.yaml"), help="the file to write")
     options = parser.parse_args(arguments)
-    try:
-        calibrate(options.cluster, options.output)
-    except (UserError, EngineError) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 2 if isinstance(error, UserError) else 1
+    calibrate(options.cluster, options.output)
     return 0
 
 
@@ -90,7 +84,3 @@ def describe(machine: MachineFigures) -> list[str]:
     if machine.allocator_slack is not None:
         lines.append(f"allocator slack: {machine.allocator_slack:.0%} of what is allocated and freed")
     return lines
-
-
-if __name__ == "__main__":
-    sys.exit(main())
