@@ -21,7 +21,7 @@ from typing import Any
 
 import rlflow
 from benchmarks.reporting import Goal, finish
-from rlflow.commands.calibrate.__main__ import calibrate
+from rlflow.commands.calibrate.command import calibrate
 from rlflow.commands.calibrate.fit import calibration_of_run
 from rlflow.commands.calibrate.probes import Probe, recipe_of, run, write_recipe
 from rlflow.compiler import compile_recipe

@@ -29,8 +29,7 @@ WITHOUT = textwrap.dedent("""
 
     importlib.metadata.version = version_here
     from rlflow.cli import main
-    from rlflow.commands.doctor.__main__ import main as doctor
-    sys.exit(doctor([]) if sys.argv[1:] == ["doctor"] else main())
+    sys.exit(main())
 """)
 
 

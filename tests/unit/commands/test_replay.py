@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import rlflow
-from rlflow.commands.replay import main, replay
+from rlflow.cli import run_subcommand
+from rlflow.commands.replay import replay
 from rlflow.compiler.plan import Plan, write_plan
 from tests.conftest import CONFIG_DIR
 from tests.helpers import load
@@ -46,7 +47,7 @@ def test_a_damaged_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], plan: Plan, reason: str | None, fact: str
 ) -> None:
     file = write_skipped(tmp_path, plan, reason) / "reason.json"
-    assert main([str(tmp_path)]) == 2
+    assert run_subcommand("replay", [str(tmp_path)]) == 2
     assert capsys.readouterr().err == f"FileError: {file}: {fact}.\n  Fix: {FIX}.\n"
 
 
@@ -62,7 +63,7 @@ def test_damaged_arrays(tmp_path: Path, capsys: pytest.CaptureFixture[str], plan
             np.save(opened, np.zeros(3))
     elif content != "pickled":
         file.write_bytes({"junk": b"PK\x03\x04 junk", "torn": file.read_bytes()[:50], "empty": b""}[content])
-    assert main([str(tmp_path)]) == 2
+    assert run_subcommand("replay", [str(tmp_path)]) == 2
     fact = "expected arrays as a run saves them, found other content"
     assert capsys.readouterr().err == f"FileError: {file}: {fact}.\n  Fix: {FIX}.\n"
 
@@ -70,7 +71,7 @@ def test_damaged_arrays(tmp_path: Path, capsys: pytest.CaptureFixture[str], plan
 def test_arrays_of_other_fields(tmp_path: Path, capsys: pytest.CaptureFixture[str], plan: Plan) -> None:
     folder = write_skipped(tmp_path, plan)
     np.savez(folder / "rollouts.npz", different=np.zeros(3))
-    assert main([str(tmp_path)]) == 2
+    assert run_subcommand("replay", [str(tmp_path)]) == 2
     fact = "expected batches of this run's plan, found other fields (KeyError: 'other')"
     assert capsys.readouterr().err == f"FileError: {folder}: {fact}.\n  Fix: {FIX}.\n"
 
@@ -80,18 +81,18 @@ def test_an_invalid_plan_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[
     file = tmp_path / "plan.json"
     content = json.loads(file.read_text())
     file.write_text(json.dumps({**content, "recipe": None}))
-    assert main([str(tmp_path)]) == 2
+    assert run_subcommand("replay", [str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith(f"RecipeError: {file}: recipe: None is not valid: ")
     file.write_text(json.dumps({**content, "schema_version": 0}))
-    assert main([str(tmp_path)]) == 2
+    assert run_subcommand("replay", [str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith(f"RecipeError: {file}: plan: schema_version is 0, ")
     file.write_text("[" * 100_000)
-    assert main([str(tmp_path)]) == 2
+    assert run_subcommand("replay", [str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith(f"RecipeError: plan: '{file}' cannot be read (")
     for depth in range(900, 1000, 5):
         nested = '{"a":' * depth + "1" + "}" * depth
         file.write_text(json.dumps({**content, "recipe": "DEEP"}).replace('"DEEP"', nested))
-        assert main([str(tmp_path)]) == 2
+        assert run_subcommand("replay", [str(tmp_path)]) == 2
         assert str(file) in capsys.readouterr().err
 
 
@@ -102,6 +103,6 @@ def test_escapes_of_a_terminal_are_printed_as_text(
     write_skipped(tmp_path, plan, json.dumps({"node": "update", "reason": reason}))
     monkeypatch.setattr("rlflow.commands.replay._run_again", lambda *_: iter(()))
     assert next(replay(plan, tmp_path, None)).endswith(reason)
-    assert main([str(tmp_path)]) == 0
+    assert run_subcommand("replay", [str(tmp_path)]) == 0
     first = capsys.readouterr().out.splitlines()[0]
     assert first == r"step 1 was skipped: \x1b[31mred\x1b]0;title\x07 \u202e and " + "\u4e2d"

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from rlflow.commands.watch import RunServer, main
+from rlflow.cli import run_subcommand
+from rlflow.commands.watch import RunServer
 from rlflow.report.run_figures import RunFiles
 from tests.browser import BROWSER, needs_browser
 from tests.unit.report.test_run_page import write_run
@@ -94,11 +95,11 @@ def test_only_this_machine_can_connect_and_a_silent_client_delays_nobody(server:
 
 
 def test_a_mistake_is_named(tmp_path: Path, server: RunServer, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(tmp_path)]) == 2
+    assert run_subcommand("watch", [str(tmp_path)]) == 2
     assert "holds no run" in capsys.readouterr().err
-    assert main([str(tmp_path / "run"), "--port", str(server.server_port)]) == 2
+    assert run_subcommand("watch", [str(tmp_path / "run"), "--port", str(server.server_port)]) == 2
     assert f"--port: {server.server_port} cannot be used" in capsys.readouterr().err
-    assert main([str(tmp_path / "run"), "--port", "99999"]) == 2
+    assert run_subcommand("watch", [str(tmp_path / "run"), "--port", "99999"]) == 2
 
 
 class GrowingRun(RunFiles):
@@ -138,7 +139,7 @@ def test_a_damaged_file_is_named_until_it_is_mended(
     for path in ("", "figures.json"):
         status, headers, content = ask(server, folder_of(server) + path)
         assert (status, headers["Content-Type"], content) == (500, "text/plain; charset=utf-8", message.encode())
-    assert main([str(tmp_path / "run")]) == 2
+    assert run_subcommand("watch", [str(tmp_path / "run")]) == 2
     assert capsys.readouterr().err == f"FileError: {message}\n"
     plan.write_text(text)
     assert ask(server, folder_of(server))[0] == 200

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlflow.report.__main__ import main
+from rlflow.cli import run_subcommand
 from rlflow.report.run_figures import RunFiles
 from rlflow.system.folder_lock import LOCK_FILE, locked
 from tests.unit.report.test_run_page import REPORT, write_run
@@ -28,7 +28,7 @@ def save(path: Path, content: Any) -> None:
 
 def refused(folder: Path, name: str, fact: str, fix: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Check that the command names the file, what is wrong, and the fix, and writes no page."""
-    assert main([str(folder)]) == 2
+    assert run_subcommand("report", [str(folder)]) == 2
     assert capsys.readouterr().err == f"FileError: {folder / name}: {fact}.\n  Fix: {fix}.\n"
     assert not (folder / "report.html").exists()
 
@@ -79,7 +79,7 @@ def test_a_damaged_report(tmp_path: Path, capsys: pytest.CaptureFixture[str], co
 def test_deep_nesting(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: str) -> None:
     folder = write_run(tmp_path / "run")
     save(folder / name, content)
-    assert main([str(folder)]) == 2
+    assert run_subcommand("report", [str(folder)]) == 2
     start = f"FileError: {folder / name}: expected JSON, found other text (recursion limit exceeded at line 1 column "
     assert capsys.readouterr().err.startswith(start)
 
@@ -137,7 +137,7 @@ def test_a_damaged_line_is_left_out(
     line = bad if isinstance(bad, bytes) else (bad if isinstance(bad, str) else json.dumps(bad)).encode()
     around = json.dumps(good).encode()
     save(folder / name, around + b"\n" + line + b"\n" + around + b"\n")
-    assert main([str(folder)]) == 0
+    assert run_subcommand("report", [str(folder)]) == 0
     text = f"{name}: line 2 is damaged or incomplete, and left out"
     assert capsys.readouterr().err == f"{folder}/{text}.\n"
     page = (folder / "report.html").read_text()
@@ -185,5 +185,5 @@ def test_a_lock_says_whether_a_run_goes_on(tmp_path: Path) -> None:
 
 def test_a_page_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "missing" / "page.html"
-    assert main([str(write_run(tmp_path / "run")), "--output", str(output)]) == 1
+    assert run_subcommand("report", [str(write_run(tmp_path / "run")), "--output", str(output)]) == 1
     assert capsys.readouterr().err == f"StorageError: {output}.writing: No such file or directory.\n"

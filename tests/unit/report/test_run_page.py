@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser
 
+from rlflow.cli import run_subcommand
 from rlflow.errors import RecipeError
-from rlflow.report.__main__ import main
 from rlflow.report.run_figures import RunFiles
 from rlflow.report.run_page import differences, run_page
 from tests.browser import assert_accessible, assert_prints, needs_browser, open_page
@@ -84,11 +84,11 @@ def test_recipes_differ_at_paths() -> None:
 
 def test_the_command_writes_a_page_or_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folders = [write_run(tmp_path / name, seed=seed) for seed, name in enumerate("ab")]
-    assert main([*map(str, folders), "--output", str(tmp_path / "both.html")]) == 0
+    assert run_subcommand("report", [*map(str, folders), "--output", str(tmp_path / "both.html")]) == 0
     assert '"differences": {"seed": ["0", "1"]}' in (tmp_path / "both.html").read_text()
-    assert main([str(folders[0])]) == 0
+    assert run_subcommand("report", [str(folders[0])]) == 0
     assert capsys.readouterr().out.split() == [str(tmp_path / "both.html"), str(folders[0] / "report.html")]
-    assert main([str(tmp_path)]) == 2
+    assert run_subcommand("report", [str(tmp_path)]) == 2
     assert "holds no run" in capsys.readouterr().err
     with pytest.raises(RecipeError, match="holds no run"):
         run_page([tmp_path / "nowhere"])

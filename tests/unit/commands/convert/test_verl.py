@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 import rlflow
-from rlflow.commands.convert.__main__ import main
+from rlflow.cli import run_subcommand
 from rlflow.commands.convert.verl import convert
 from rlflow.errors import RecipeError
 
@@ -158,7 +158,7 @@ def test_the_recipe_of_a_32b_model_is_short_and_plans(
 ) -> None:
     file, made = tmp_path / "run.sh", tmp_path / "run.yaml"
     file.write_text(script)
-    assert main([str(file)]) == 0
+    assert run_subcommand("convert", [str(file)]) == 0
     assert "cluster=2x8 dry_run=true" in capsys.readouterr().out
     assert len(made.read_text().splitlines()) <= 25
     plan = rlflow.compile(rlflow.load([f"recipe={made}"]), "2x8")
@@ -352,7 +352,7 @@ def test_what_cannot_be_converted(
     with pytest.raises(RecipeError, match=message):
         convert(script)
     (tmp_path / "run.sh").write_text(script)
-    assert main([str(tmp_path / "run.sh")]) == 2
+    assert run_subcommand("convert", [str(tmp_path / "run.sh")]) == 2
     assert capsys.readouterr().err.startswith("RecipeError: ")
     assert not (tmp_path / "run.yaml").exists()
 
@@ -369,6 +369,6 @@ def test_files_that_cannot_be_read_or_written(tmp_path: Path, capsys: pytest.Cap
         ([script], f"{there}: exists already.\n  Fix: --output FILE, which may replace it."),
         ([script, "--output", tmp_path / "no" / "x.yaml"], f"{tmp_path}/no/x.yaml: No such file or directory."),
     ):
-        assert main([str(argument) for argument in arguments]) == 2
+        assert run_subcommand("convert", [str(argument) for argument in arguments]) == 2
         assert capsys.readouterr().err == f"FileError: {message}\n"
     assert there.read_text() == "mine"

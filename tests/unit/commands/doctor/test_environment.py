@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rlflow.commands.doctor import __main__ as command
+from rlflow.commands.doctor import command
 from rlflow.commands.doctor import environment as doctor
 from rlflow.commands.doctor.finding import Finding
 from rlflow.runtime.ray.cluster import machine, probes

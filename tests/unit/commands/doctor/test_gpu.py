@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 import rlflow
-from rlflow.commands.doctor import __main__ as command
-from rlflow.commands.doctor import gpu
+from rlflow.commands.doctor import command, gpu
 from rlflow.commands.doctor.checks import numerics, serving, transfers, updates
 from rlflow.commands.doctor.finding import Finding, Measurement
 from rlflow.commands.doctor.gpu import CHECKS, Check, run_check
@@ -199,7 +198,7 @@ def test_the_lines_that_need_only_torch_and_transformers_import_nothing_else() -
         "import sys\n"
         "for name in ('hydra', 'ray', 'vllm', 'deepspeed', 'ortools', 'datasets', 'tensorboard'):\n"
         "    sys.modules[name] = None\n"
-        "import rlflow.commands.doctor.gpu, rlflow.commands.doctor.__main__\n"
+        "import rlflow.commands.doctor.gpu, rlflow.commands.doctor.command\n"
         "from rlflow.commands.doctor.checks import numerics, serving, transfers, updates\n"
         "assert all(each.passed for each in numerics.output_layer('cpu', tokens=4, hidden_size=8, vocabulary=16))\n"
         "numerics.attention('cpu', heads=((2, 1, 8),), groups=((2, (3,)),))\n"
