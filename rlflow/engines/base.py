@@ -210,14 +210,6 @@ class Sleeps(Protocol):
         """
 
 
-@runtime_checkable
-class SharesGpus(Protocol):
-    """An engine that stays awake while other roles on its GPUs work."""
-
-    def release_memory(self) -> None:
-        """Give the GPU memory that torch caches back to the driver, for other processes on the GPU."""
-
-
 CAPABILITIES: dict[str, type] = {
     protocol.__name__: protocol
     for protocol in (Generates, Scores, ScoresBase, Values, Evaluates, Trains, Follows, Continues)

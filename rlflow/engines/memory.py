@@ -4,11 +4,9 @@ import gc
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ContextDecorator, contextmanager, suppress
 from dataclasses import replace
-from functools import wraps
 from pathlib import Path
-from typing import Any
 
 from rlflow.engines.base import EngineSpec
 from rlflow.errors import EngineError
@@ -25,6 +23,13 @@ PHASES: Mapping[str, str] = {
     "load_weights": "sync",
 }
 """The phase of a role's work that each method of an engine belongs to."""
+
+
+def wrap_calls(engine: object, during: Callable[[str], ContextDecorator]) -> None:
+    """Make each call of one of these methods of the engine, from now on, inside the context of its name."""
+    for method in PHASES:
+        if hasattr(engine, method):
+            setattr(engine, method, during(method)(getattr(engine, method)))
 
 
 FULLEST = "memory/fullest"
@@ -48,9 +53,7 @@ class PhasePeaks:
 
     def record(self, engine: object) -> None:
         """Record the peak of each call of the engine's methods from now on."""
-        for method, phase in PHASES.items():
-            if hasattr(engine, method):
-                setattr(engine, method, self._recorded(phase, getattr(engine, method)))
+        wrap_calls(engine, self._during)
 
     def take_share(self) -> float:
         """Return the largest used share of the GPU's memory in all calls since the last time; 0 on a CPU.
@@ -65,16 +68,9 @@ class PhasePeaks:
         share = self.take_share()
         return {FULLEST: share} if share else {}
 
-    def _recorded(self, phase: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(method)
-        def call(*arguments: Any, **named: Any) -> Any:
-            with self._during(phase):
-                return method(*arguments, **named)
-
-        return call
-
     @contextmanager
-    def _during(self, phase: str) -> Iterator[None]:
+    def _during(self, method: str) -> Iterator[None]:
+        phase = PHASES[method]
         with self._lock:
             # Calls at the same time share their peak.
             if not self._calls:

@@ -1,14 +1,14 @@
 """The times at which methods, nodes and operations of torch ran, for traces of a run."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
 from rlflow.engines.base import EngineSpec
-from rlflow.engines.memory import PHASES
+from rlflow.engines.memory import wrap_calls
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,7 @@ class Times:
     def __init__(self, engine: object = None) -> None:
         """Record each call of the ``engine``, if there is one, from now on."""
         self._spans: list[Span] = []
-        for method in PHASES:
-            if hasattr(engine, method):
-                setattr(engine, method, self._recorded(method, getattr(engine, method)))
+        wrap_calls(engine, self._during)
 
     def add(self, name: str, start: float, end: float) -> None:
         """Add a span from its ends in seconds of ``time.perf_counter``."""
@@ -41,16 +39,13 @@ class Times:
         del self._spans[: len(taken)]
         return taken
 
-    def _recorded(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(method)
-        def call(*arguments: Any, **named: Any) -> Any:
-            start = time.perf_counter()
-            try:
-                return method(*arguments, **named)
-            finally:
-                self.add(name, start, time.perf_counter())
-
-        return call
+    @contextmanager
+    def _during(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(name, start, time.perf_counter())
 
 
 def record_each(engines: Mapping[str, object]) -> Callable[[], dict[str, list[Span]]]:

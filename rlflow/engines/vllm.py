@@ -1,10 +1,11 @@
 """The vLLM engine: generates with vLLM, in a process of its own, and follows a trained role."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +31,21 @@ from rlflow.errors import EngineError, UserError, first_line
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+P = ParamSpec("P")
+
+
+def _between_requests(
+    method: "Callable[Concatenate[VllmEngine, Any, P], None]",
+) -> "Callable[Concatenate[VllmEngine, P], None]":
+    """Call a method with vLLM's engine after the running requests have finished, in its thread; later requests wait."""
+
+    @wraps(method)
+    def call(self: "VllmEngine", /, *arguments: P.args, **named: P.kwargs) -> None:
+        self._batcher.call(lambda engine: method(self, engine, *arguments, **named))
+
+    return call
 
 
 class VllmEngine(SessionEngine):
@@ -152,14 +168,9 @@ class VllmEngine(SessionEngine):
         name = f"{self._spec.role}-{self._spec.rank}"
         self._batcher.call_now(lambda engine: _on_ranks(engine, "write_profile", folder, name))
 
-    def load_weights(self, weights: "Iterable[tuple[str, Tensor]]", version: int) -> None:
-        """Replace the weights after the running requests have finished; later requests wait.
-
-        The tensors must stay valid until this returns, because vLLM keeps some of them for a while.
-        """
-        self._batcher.call(lambda engine: self._load_weights(engine, weights, version))
-
-    def _load_weights(self, engine: Any, weights: "Iterable[tuple[str, Tensor]]", version: int) -> None:
+    @_between_requests
+    def load_weights(self, engine: Any, weights: "Iterable[tuple[str, Tensor]]", version: int) -> None:
+        """Replace the weights. The tensors must stay valid until this returns: vLLM keeps some of them for a while."""
         role = self._spec.role
         self._invalidate_weights()
         checked = self._expected.check(role, weights)
@@ -195,18 +206,17 @@ class VllmEngine(SessionEngine):
         self._batcher.adapters = request
         return set()
 
-    def transfer(self, method: str, arguments: dict[str, Any]) -> None:
+    @_between_requests
+    def transfer(self, engine: Any, method: str, arguments: dict[str, Any]) -> None:
         """Call a method of vLLM's GPU-to-GPU weight transfer on all ranks; ``finish_transfer`` ends the transfer."""
-        self._batcher.call(lambda engine: self._transfer(engine, method, arguments))
-
-    def _transfer(self, engine: Any, method: str, arguments: dict[str, Any]) -> None:
         if method not in ("init_weight_transfer_engine", "shutdown_weight_transfer_engine"):
             self._invalidate_weights()
         _on_ranks(engine, method, **arguments)
 
-    def finish_transfer(self, version: int) -> None:
+    @_between_requests
+    def finish_transfer(self, engine: Any, version: int) -> None:
         """Accept the weights that arrived by ``transfer``."""
-        self._batcher.call(lambda engine: self._accept_weights(engine, version))
+        self._accept_weights(engine, version)
 
     def _invalidate_weights(self) -> None:
         """Refuse to generate until a weight sync succeeds. Raises EngineError while the engine sleeps."""
@@ -223,11 +233,9 @@ class VllmEngine(SessionEngine):
         if not engine.reset_prefix_cache():
             raise EngineError(f"role {self._spec.role}: vLLM does not clear its prefix cache.")
 
-    def sleep(self, discard_weights: bool = False) -> None:
+    @_between_requests
+    def sleep(self, engine: Any, discard_weights: bool = False) -> None:
         """Release GPU memory. On a CPU the engine just refuses to generate: vLLM cannot release memory there."""
-        self._batcher.call(lambda engine: self._sleep(engine, discard_weights))
-
-    def _sleep(self, engine: Any, discard_weights: bool) -> None:
         if not self._weights_asleep and self._spec.device != "cpu":
             self._clear_prefix_cache(engine)
             engine.sleep(level=2 if discard_weights else 1)
@@ -235,11 +243,9 @@ class VllmEngine(SessionEngine):
                 self._batcher.version = None
         self._weights_asleep = self._batcher.asleep = True
 
-    def wake(self, weights_only: bool = False) -> None:
+    @_between_requests
+    def wake(self, engine: Any, weights_only: bool = False) -> None:
         """Take GPU memory again; with ``weights_only`` the engine has no KV cache and does not generate yet."""
-        self._batcher.call(lambda engine: self._wake(engine, weights_only))
-
-    def _wake(self, engine: Any, weights_only: bool) -> None:
         asleep = self._weights_asleep if weights_only else self._batcher.asleep
         if asleep and self._spec.device != "cpu":
             engine.wake_up(["weights"] if weights_only else None)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from rlflow.resources.layout import GIB
 from rlflow.system import host_memory
+from rlflow.system.ports import free_port
 
 if TYPE_CHECKING:
     import torch
@@ -127,7 +128,7 @@ def _link_gb_s(on_gpu: bool) -> float | None:
     if on_gpu and torch.cuda.device_count() < 2:
         return None
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as processes:
-        port, backend = _free_port(), "nccl" if on_gpu else "gloo"
+        port, backend = free_port(), "nccl" if on_gpu else "gloo"
         seconds = processes.map(_exchange_seconds, range(2), [port] * 2, [backend] * 2)
         return _SENT / max(seconds) / 1e9
 
@@ -143,15 +144,6 @@ def _exchange_seconds(rank: int, port: int, backend: str) -> float:
     seconds = _fastest(lambda: distributed.all_reduce(values), device, _REPEATS)
     distributed.destroy_process_group()
     return seconds
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _allocator_slack(device: str) -> float:

@@ -5,16 +5,11 @@ Shapes: N tokens of the stream, B rows (sequences), S slots of a block of rows, 
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlflow.batch import Packed
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
 
 Index = NDArray[np.int64]
 
@@ -91,16 +86,3 @@ def _build_blocks(rows: list[Index]) -> Iterator[Index]:
             line[len(rows[row]) :] = rows[row][0]
         yield block
         order = order[count:]
-
-
-class StreamSharding(Protocol):
-    """A division of each stream among several ranks, which pass it through the model together."""
-
-    def shard(self, stream: Stream) -> tuple[Stream, Index]:
-        """Return this rank's tokens, and which of the T response tokens they predict."""
-
-    def attention_layout(self, stream: Stream, device: "torch.device") -> Any:
-        """Return attention over the whole stream, to be called with this rank's tokens."""
-
-    def gather(self, values: "Tensor", tokens: Index, count: int) -> "Tensor":
-        """Return [T, ...] from each rank's ``values`` for its ``tokens``. Gradients flow to this rank's values only."""

@@ -12,12 +12,14 @@ from numpy.typing import NDArray
 
 from rlflow.batch import Packed, Sequences
 from rlflow.engines.base import Head
-from rlflow.engines.causal_lm.packing import Index, StreamSharding, pack
+from rlflow.engines.causal_lm.packing import Index, pack
 from rlflow.errors import EngineError
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from rlflow.engines.sharded.ulysses import Ulysses
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +37,7 @@ def compute_outputs(
     head: Head,
     sequences: Sequences,
     temperature: float,
-    sharding: StreamSharding | None = None,
+    sharding: "Ulysses | None" = None,
 ) -> "tuple[Tensor, dict[str, Tensor]]":
     """Return what a loss is a function of, [T], float32, and columns in addition to the minibatch's.
 
@@ -50,7 +52,7 @@ def compute_outputs(
 
 
 def token_scores(
-    model: "PreTrainedModel", sequences: Sequences, temperature: float, sharding: StreamSharding | None = None
+    model: "PreTrainedModel", sequences: Sequences, temperature: float, sharding: "Ulysses | None" = None
 ) -> TokenScores:
     """Return logprobs and entropies of the logits divided by ``temperature``.
 
@@ -75,7 +77,7 @@ def token_scores(
     return TokenScores(scores[:, 0], scores[:, 1])
 
 
-def token_values(model: "PreTrainedModel", sequences: Sequences, sharding: StreamSharding | None = None) -> "Tensor":
+def token_values(model: "PreTrainedModel", sequences: Sequences, sharding: "Ulysses | None" = None) -> "Tensor":
     """Return [T], float32: the value head's output before each response token."""
     inputs, predictors, tokens = _model_inputs(model, sequences, sharding)
     # The rollouts of a prompt share the predictor of their first token. Unlike index_select, indexing adds up the
@@ -86,7 +88,7 @@ def token_values(model: "PreTrainedModel", sequences: Sequences, sharding: Strea
     return sharding.gather(values, tokens, int(sequences.response_ids.offsets[-1]))
 
 
-def token_rewards(model: "PreTrainedModel", sequences: Sequences, sharding: StreamSharding | None = None) -> "Tensor":
+def token_rewards(model: "PreTrainedModel", sequences: Sequences, sharding: "Ulysses | None" = None) -> "Tensor":
     """Return [T], float32: the head's output at each response token, after reading it.
 
     At the last token of a response it is the reward.
@@ -118,7 +120,7 @@ def set_pad_token(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase"
 
 
 def _model_inputs(
-    model: "PreTrainedModel", sequences: Sequences, sharding: StreamSharding | None
+    model: "PreTrainedModel", sequences: Sequences, sharding: "Ulysses | None"
 ) -> "tuple[dict[str, object], Tensor, Index | None]":
     """Return the arguments of the forward pass, the predictors on this rank, and which tokens those predict."""
     import torch
@@ -131,5 +133,10 @@ def _model_inputs(
         torch.from_numpy(x).to(model.device) for x in (shard.ids, shard.positions, shard.predictors)
     )
     layout = PackedLayout(stream, model.device) if sharding is None else sharding.attention_layout(stream, model.device)
-    inputs = {"input_ids": ids[None], "position_ids": positions[None], "layout": layout, "use_cache": False}
+    inputs: dict[str, object] = {
+        "input_ids": ids[None],
+        "position_ids": positions[None],
+        "layout": layout,
+        "use_cache": False,
+    }
     return inputs, predictors, tokens

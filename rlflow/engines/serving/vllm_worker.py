@@ -108,10 +108,9 @@ def _sample(runner: Any, logits: Any, generators: Any, k: Any, p: Any) -> tuple[
     return torch.ops._C.fused_gumbel_argmax(apply_top_k_top_p(logits, k, p), keys), logprobs
 
 
-def _sample_on_gpu(
-    sample: Any, logits: Any, rows: Any, requests: Any, positions: Any, k: Any, p: Any, fused: Any
-) -> Any:
+def _sample_on_gpu(sample: Any, logits: Any, *inputs: Any) -> Any:
     """Return tokens [B] and logits [B, V], on a GPU, where vLLM's kernel draws from seeds and positions itself."""
+    rows, requests, positions, k, p, fused = inputs
     # The cut may overwrite the logits.
     uncut = logits if k is None and p is None else logits.clone()
     return sample(logits, rows, requests, positions, k, p, fused)[0], uncut

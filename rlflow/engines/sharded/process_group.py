@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from transformers import PreTrainedModel
 
-    from rlflow.engines.causal_lm.packing import StreamSharding
+    from rlflow.engines.sharded.ulysses import Ulysses
 
 # Enough for a terabyte at 50 MB/s. If a rank dies meanwhile, the others notice at once.
 _FILES_TIMEOUT = timedelta(hours=6)
@@ -91,7 +91,7 @@ def set_timeouts(spec: EngineSpec) -> None:
             distributed_c10d._set_pg_timeout(timedelta(minutes=spec.timeout_minutes), group)
 
 
-def create_sharding(spec: EngineSpec, model: "PreTrainedModel") -> "StreamSharding | None":
+def create_sharding(spec: EngineSpec, model: "PreTrainedModel") -> "Ulysses | None":
     """Return how neighbouring ranks share each sequence; None without sequence parallelism.
 
     All ranks of the role call this at the same time. Raises EngineError for a model whose attention heads cannot be

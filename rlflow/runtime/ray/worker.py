@@ -2,7 +2,6 @@
 
 import os
 import queue
-import socket
 import time
 from collections.abc import Generator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +17,7 @@ from rlflow.errors import EngineError
 from rlflow.runtime.objects.object_process import ObjectProcess, Pulse
 from rlflow.runtime.ray.engine_specs import build
 from rlflow.runtime.weights.gpu import Receivers, make_sender, send_weights
+from rlflow.system.ports import free_port
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,10 +58,7 @@ class EngineWorker(ObjectProcess):
 
     def free_port(self) -> int:
         """Return a free port of this host, where the workers of the role can meet."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            port: int = probe.getsockname()[1]
-            return port
+        return free_port("")
 
     def build(self, engine: str, spec: EngineSpec) -> None:
         """Build the engine. Raises EngineError and UserErrors."""

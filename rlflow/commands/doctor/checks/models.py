@@ -1,6 +1,5 @@
 """A small model, its batches, and free GPU memory as another process sees it, for checks of engines."""
 
-import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
@@ -12,6 +11,7 @@ from rlflow.engines.base import EngineSpec
 from rlflow.recipe import Model, Optimizer
 from rlflow.resources.layout import Layout
 from rlflow.resources.models.architecture import Architecture
+from rlflow.system.ports import free_port
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,9 +40,6 @@ def spec_of(
     architecture: Architecture, layout: Layout, *capabilities: str, device: str, max_model_len: int | None = None
 ) -> EngineSpec:
     """Return the spec of an engine with one worker and random weights in bfloat16."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     return EngineSpec(
         role="actor",
         model_name="policy",
@@ -53,7 +50,7 @@ def spec_of(
         steps=10,
         optimizer=Optimizer(learning_rate=1e-4),
         layout=layout,
-        address=f"127.0.0.1:{port}",
+        address=f"127.0.0.1:{free_port()}",
         max_model_len=max_model_len,
     )
 

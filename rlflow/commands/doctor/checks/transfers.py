@@ -1,12 +1,12 @@
 """Checks of transfers: tensors to another process on the same GPU, and between GPUs."""
 
 import os
-import socket
 import time
 from typing import Any
 
 from rlflow.commands.doctor.checks.models import ANSWER_TIMEOUT_S
 from rlflow.commands.doctor.finding import Measurement
+from rlflow.system.ports import free_port
 
 # The embedding of Qwen2.5-7B in bfloat16: 152,064 x 3,584, the largest tensor of most colocated runs.
 _EMBEDDING = (152_064, 3_584)
@@ -87,11 +87,8 @@ def _timed_all_reduce(device: str, ranks: int, elements: int, environment: dict[
     """Return the seconds of one all-reduce, the fastest of several, on the slowest rank."""
     import torch.multiprocessing as processes
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     context = processes.get_context("spawn")
-    answers = context.Queue()
+    port, answers = free_port(), context.Queue()
     before = dict(os.environ)
     os.environ.update(environment)
     try:

@@ -13,7 +13,8 @@ import pytest
 import rlflow
 from rlflow.compiler.graph import Graph
 from rlflow.compiler.plan import Plan
-from rlflow.engines.base import SharesGpus, Sleeps
+from rlflow.engines.base import Sleeps
+from rlflow.engines.memory import TunableEngine
 from rlflow.engines.registry import engine_kind
 from rlflow.resources.layout import Bundle
 from rlflow.runtime.protocols import Workers
@@ -222,7 +223,7 @@ def test_on_cpus_roles_do_not_take_turns() -> None:
 
 @pytest.mark.parametrize("name", ["torch", "deepspeed", "transformers"])
 def test_engines_release_their_memory(name: str) -> None:
-    assert issubclass(engine_kind(name).engine, SharesGpus)
+    assert issubclass(engine_kind(name).engine, TunableEngine)
 
 
 @pytest.mark.parametrize("name", ["vllm", "deepspeed"])
