@@ -5,17 +5,15 @@ The exit code is 1 if something that recipes need is broken, and 0 otherwise.
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
+from importlib import import_module
 
 from rich.console import Console
 
-from rlflow.commands.doctor.finding import Finding, show
+from rlflow.commands.doctor.finding import show
 
 # The width of the report when the output is not a terminal.
 _WIDTH = 100
-
-Sections = Iterator[tuple[str, list[Finding]]]
-"""Titles and the lines below each."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -27,28 +25,14 @@ def main(arguments: Sequence[str]) -> int:
         help="test what runs need: attention, updates, freeing memory, copies between processes; takes at most "
         "ten minutes",
     )
-    return _gpus() if parser.parse_args(arguments).gpu else _environment()
-
-
-def _environment() -> int:
-    from rlflow.commands.doctor.environment import available_engines, report, verdict
-
-    return _print_report(report(), lambda broken: verdict(broken, available_engines()))
-
-
-def _gpus() -> int:
-    # Imports only this report: the other one needs Hydra, which a bare GPU machine may lack.
-    from rlflow.commands.doctor.gpu import report, verdict
-
-    return _print_report(report(), verdict)
-
-
-def _print_report(sections: Sections, verdict: Callable[[int], str]) -> int:
+    # Imports only this report: the one without --gpu needs Hydra, which a bare GPU machine may lack.
+    kind = "gpu" if parser.parse_args(arguments).gpu else "environment"
+    report = import_module(f"rlflow.commands.doctor.{kind}")
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
     broken = 0
-    for title, findings in sections:
+    for title, findings in report.report():
         broken += sum(finding.broken for finding in findings)
         console.print(f"\n[bold]{title}[/]")
         show(console, findings)
-    console.print(f"\n{verdict(broken)}")
+    console.print(f"\n{report.verdict(broken)}")
     return 1 if broken else 0

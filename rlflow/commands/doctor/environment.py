@@ -35,11 +35,11 @@ _VARIABLES = re.compile(
 _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD")
 
 
-def verdict(broken: int, engines: list[str]) -> str:
+def verdict(broken: int) -> str:
     """Return the last line of the report, with its colour."""
     if broken:
         return f"[bold red]broken: {broken}; recipes may not run until this is fixed[/]"
-    if not engines:
+    if not (engines := available_engines()):
         return f"[bold yellow]recipes can be planned; to train, run: {escape(install_command('torch'))}[/]"
     return f"[bold green]recipes can run, with the engines {', '.join(engines)}[/]"
 
