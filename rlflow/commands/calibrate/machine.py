@@ -1,17 +1,14 @@
 """The speed of a machine's kernels and links, and its memory, each measured in a second or two."""
 
 import itertools
-import multiprocessing
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rlflow.commands.doctor.checks.transfers import all_reduce_seconds
 from rlflow.resources.layout import GIB
 from rlflow.system import host_memory
-from rlflow.system.ports import free_port
 
 if TYPE_CHECKING:
     import torch
@@ -106,7 +103,7 @@ def _launch_seconds(device: str) -> float:
     return _fastest(launch, device) / _LAUNCHES
 
 
-def _fastest(work: Callable[[], object], device: str, repeats: int | None = None) -> float:
+def _fastest(work: Callable[[], object], device: str) -> float:
     """Return the shortest of several times, after one that does not count. By default they take a while together."""
     import torch
 
@@ -118,7 +115,7 @@ def _fastest(work: Callable[[], object], device: str, repeats: int | None = None
         return time.perf_counter() - start
 
     first = max(timed(), 1e-6)
-    return min(timed() for _ in range(repeats or min(_MOST_REPEATS, max(_REPEATS, int(_MEASURED_S / first)))))
+    return min(timed() for _ in range(min(_MOST_REPEATS, max(_REPEATS, int(_MEASURED_S / first)))))
 
 
 def _link_gb_s(on_gpu: bool) -> float | None:
@@ -127,23 +124,7 @@ def _link_gb_s(on_gpu: bool) -> float | None:
 
     if on_gpu and torch.cuda.device_count() < 2:
         return None
-    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as processes:
-        port, backend = free_port(), "nccl" if on_gpu else "gloo"
-        seconds = processes.map(_exchange_seconds, range(2), [port] * 2, [backend] * 2)
-        return _SENT / max(seconds) / 1e9
-
-
-def _exchange_seconds(rank: int, port: int, backend: str) -> float:
-    import torch
-    from torch import distributed
-
-    device = f"cuda:{rank}" if backend == "nccl" else "cpu"
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))
-    distributed.init_process_group(backend, f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    values = torch.ones(_SENT // 4, device=device)
-    seconds = _fastest(lambda: distributed.all_reduce(values), device, _REPEATS)
-    distributed.destroy_process_group()
-    return seconds
+    return _SENT / all_reduce_seconds("cuda" if on_gpu else "cpu", ranks=2, elements=_SENT // 4) / 1e9
 
 
 def _allocator_slack(device: str) -> float:

@@ -1,6 +1,5 @@
 """Short runs of rlflow itself with models of random weights, whose reports show the overheads of its engines."""
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -114,10 +113,10 @@ def write_recipe(recipe: dict[str, Any], folder: Path) -> Path:
     return path
 
 
-def run(arguments: Sequence[str], folder: Path) -> None:
+def run(arguments: Sequence[str], folder: Path, seconds: float | None = None) -> None:
     """Run rlflow in a process of its own, as from the command line. Raises EngineError where it fails."""
     command = [sys.executable, "-m", "rlflow", *arguments, f"hydra.run.dir={folder}"]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
     if done.returncode:
         raise EngineError(f"{' '.join(arguments)} failed: {(done.stderr or done.stdout).strip()[-500:]}")
 

@@ -1,31 +1,21 @@
 """The arguments of verl's trainer in a shell script, read as Hydra reads them."""
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from rlflow.commands.convert.shell import read_script
+from rlflow.commands.convert.verl_arguments import Arguments
 from rlflow.errors import RecipeError
 
 _TRAINER = re.compile(r"(.*[./])?main_(?!eval|generation)\w+(\.py)?")
 _FIX = "the command with the arguments of verl.trainer.main_ppo"
 
 
-@dataclass(frozen=True)
-class Given:
-    """The arguments of a script."""
-
-    values: Mapping[str, Any]
-    """The value of each argument, by its key."""
-    remarks: Mapping[str, str]
-    """The words of the command that are no such arguments, and variables with several values, with a remark."""
-
-
-def read_arguments(script: str) -> Given:
+def read_arguments(script: str) -> Arguments:
     """Return the arguments of the script's training command. Raises RecipeError if it has several."""
     read = read_script(script)
     # Without the name of a trainer, the text holds nothing but arguments, or the name is in a variable.
@@ -45,7 +35,7 @@ def read_arguments(script: str) -> Given:
             remarks[word] = remark
         else:
             values[key] = value
-    return Given(values, remarks)
+    return Arguments(values, remarks)
 
 
 def _describe_choice(values: Sequence[str]) -> str:

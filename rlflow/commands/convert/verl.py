@@ -35,9 +35,8 @@ class Converted:
 
 def convert(script: str) -> Converted:
     """Convert the text of a script. Raises RecipeError for a script of an algorithm without nodes."""
-    given = read_arguments(script)
-    arguments = Arguments(given.values)
-    remarks = dict(given.remarks)
+    arguments = read_arguments(script)
+    arguments.check()
     algorithm = arguments.get("algorithm.adv_estimator")
     if algorithm not in ESTIMATORS:
         fix = "algorithm: NAME in a recipe of your own; see docs/algorithms.md"
@@ -50,41 +49,39 @@ def convert(script: str) -> Converted:
     models = {"policy": model}
     if algorithm == "gae" and (critic := str(arguments.get("critic.model.path") or model)) != model:
         models["critic"] = critic
-    cards = {name: model_card(name, path, content["models"], remarks) for name, path in models.items()}
+    cards = {name: model_card(name, path, content["models"], arguments) for name, path in models.items()}
     if not content["models"]:
         del content["models"]
-    content["steps"] = _steps(arguments, remarks)
+    content["steps"] = _steps(arguments)
     if (seed := arguments.get("data.seed")) is not None:
         content["seed"] = seed
-    content["roles"] = roles_of(
-        arguments, content["steps"], remarks, critic="critic" if "critic" in models else "policy"
-    )
-    content["graph"] = graph_of(arguments, remarks)
-    content["data"] = data_of(arguments, remarks)
-    content |= _evaluation(arguments, remarks) if "eval_split" in content["data"] else {}
+    content["roles"] = roles_of(arguments, content["steps"], critic="critic" if "critic" in models else "policy")
+    content["graph"] = graph_of(arguments)
+    content["data"] = data_of(arguments)
+    content |= _evaluation(arguments) if "eval_split" in content["data"] else {}
     every, keep = arguments.get("trainer.save_freq"), arguments.get("trainer.max_actor_ckpt_to_keep")
     content["checkpoints"] = {"every": every if every > 0 else content["steps"], **({"keep": keep} if keep else {})}
     cluster = f"{arguments.get('trainer.nnodes')}x{arguments.get('trainer.n_gpus_per_node')}"
-    for key in given.values.keys() - arguments.used:
+    for key in arguments.values.keys() - arguments.used:
         found = next((why for pattern, why in WITHOUT_PLACE.items() if fnmatch(key, pattern)), "not known to rlflow")
-        remarks[f"{key}={given.values[key]}"] = found
-    return Converted(_recipe_text(content, cards), cluster, dict(sorted(remarks.items())))
+        arguments.note(f"{key}={arguments.values[key]}", found)
+    return Converted(_recipe_text(content, cards), cluster, dict(sorted(arguments.remarks.items())))
 
 
-def _steps(arguments: Arguments, remarks: dict[str, str]) -> int:
+def _steps(arguments: Arguments) -> int:
     steps, epochs = arguments.get("trainer.total_training_steps"), arguments.get("trainer.total_epochs")
     if steps is not None:
         return int(steps)
     batch = arguments.get("data.train_batch_size")
-    remarks["steps"] = f"100 is a guess: write rows of the data / {batch}, times {epochs} epochs"
+    arguments.note("steps", f"100 is a guess: write rows of the data / {batch}, times {epochs} epochs")
     return 100
 
 
-def _evaluation(arguments: Arguments, remarks: dict[str, str]) -> dict[str, Any]:
+def _evaluation(arguments: Arguments) -> dict[str, Any]:
     every = arguments.get("trainer.test_freq")
     if every <= 0:
         return {}
-    remarks["evaluation.num_prompts"] = "rlflow evaluates the first 512 rows; check the number"
+    arguments.note("evaluation.num_prompts", "rlflow evaluates the first 512 rows; check the number")
     return {"evaluation": {"every": every, "num_prompts": 512}}
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from rlflow.errors import RecipeError
@@ -139,26 +140,30 @@ WITHOUT_PLACE: Mapping[str, str] = {
 }
 
 
+@dataclass
 class Arguments:
-    """The arguments of a script. It notes which of them were asked for.
+    """The arguments of a script, and what has been found out about them."""
 
-    Raises RecipeError for values that verl would not take either, such as a variable that only the shell knows.
-    """
+    values: Mapping[str, Any]
+    """The value of each argument, by its key."""
+    remarks: dict[str, str]
+    """Why a word of the command or an argument has no place in the recipe; and what a person must check."""
+    used: set[str] = field(default_factory=set)
+    """The arguments that were asked for."""
 
-    def __init__(self, given: Mapping[str, Any]) -> None:
-        for key, value in given.items():
+    def check(self) -> None:
+        """Raise RecipeError for values that verl would not take either, such as a variable of the shell."""
+        for key, value in self.values.items():
             _check_value(key, value)
-        self._given = given
-        self.used: set[str] = set()
 
     def get(self, key: str) -> Any:
         """Return the value of an argument, verl's default, or None."""
         self.used.add(key)
-        return self._given.get(key, DEFAULTS.get(key))
+        return self.values.get(key, DEFAULTS.get(key))
 
-    def has(self, key: str) -> bool:
-        """Return whether the script gives the argument."""
-        return key in self._given
+    def note(self, what: str, remark: str) -> None:
+        """Add a remark about an argument, or about a part of the recipe."""
+        self.remarks[what] = remark
 
 
 def _check_value(key: str, value: Any) -> None:

@@ -21,7 +21,7 @@ def has_reference(arguments: Arguments) -> bool:
     return bool(arguments.get(f"{ACTOR}.use_kl_loss") or arguments.get("algorithm.use_kl_in_reward"))
 
 
-def graph_of(arguments: Arguments, remarks: dict[str, str]) -> dict[str, Any]:
+def graph_of(arguments: Arguments) -> dict[str, Any]:
     """Return the nodes of the script's algorithm with their options."""
     get = arguments.get
     rollouts = {"node": "generate", "role": "rollout", "group_size": get(f"{ROLLOUT}.n")}
@@ -32,21 +32,21 @@ def graph_of(arguments: Arguments, remarks: dict[str, str]) -> dict[str, Any]:
         "old_logprobs": {"node": "logprobs", "role": "actor"},
         "rewards": {"node": "reward", "function": "number"},
     }
-    _note_reward(arguments, remarks)
+    _note_reward(arguments)
     if has_reference(arguments):
         graph["reference"] = {"node": "logprobs", "role": "reference"}
-    minibatches = _minibatches(arguments, ACTOR, remarks)
+    minibatches = _minibatches(arguments, ACTOR)
     num_epochs = get(f"{ACTOR}.ppo_epochs")
     epochs = {"num_epochs": num_epochs} if num_epochs != 1 else {}
-    graph |= _advantages(arguments, remarks)
-    graph["update"] = {**_loss(arguments, remarks), **epochs}
+    graph |= _advantages(arguments)
+    graph["update"] = {**_loss(arguments), **epochs}
     graph["update"] |= {"num_minibatches": minibatches} if minibatches > 1 else {}
     if warmup := get("trainer.critic_warmup"):
         graph["update"]["critic_warmup"] = warmup
     return graph
 
 
-def _note_reward(arguments: Arguments, remarks: dict[str, str]) -> None:
+def _note_reward(arguments: Arguments) -> None:
     get = arguments.get
     # Older versions of verl have this at the top level.
     path, name = (
@@ -55,41 +55,43 @@ def _note_reward(arguments: Arguments, remarks: dict[str, str]) -> None:
     source = (
         f"verl calls {path}:{name or 'compute_score'}" if path else "verl chooses the reward by a row's data_source"
     )
-    remarks["graph.rewards.function"] = (
-        f"{source}; rlflow compares numbers. See docs/rewards.md for functions of your own"
+    arguments.note(
+        "graph.rewards.function", f"{source}; rlflow compares numbers. See docs/rewards.md for functions of your own"
     )
 
 
-def _minibatches(arguments: Arguments, of: str, remarks: dict[str, str]) -> int:
+def _minibatches(arguments: Arguments, of: str) -> int:
     """Return the number of optimizer steps of verl's ``of`` in an epoch."""
     batch, size = arguments.get("data.train_batch_size"), arguments.get(f"{of}.ppo_mini_batch_size")
     if size is None:
         size = arguments.get(f"{ACTOR}.ppo_mini_batch_size")
     number: int = max(1, round(batch / size))
     if number * size != batch and number > 1:
-        remarks[f"{of}.ppo_mini_batch_size={size}"] = f"{number} minibatches of about equally many of {batch} prompts"
+        arguments.note(
+            f"{of}.ppo_mini_batch_size={size}", f"{number} minibatches of about equally many of {batch} prompts"
+        )
     return number
 
 
-def _kl_in_reward(arguments: Arguments, remarks: dict[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _kl_in_reward(arguments: Arguments) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the coefficient of a penalty for KL in the reward, and its estimator; nothing without one."""
     coefficient, kind = (arguments.get(f"algorithm.{key}") for key in ("kl_ctrl.kl_coef", "kl_penalty"))
     if not arguments.get("algorithm.use_kl_in_reward"):
         return {}, {}
     estimator = KL_ESTIMATORS.get(kind)
     if estimator is None:
-        remarks[f"algorithm.kl_penalty={kind}"] = "not supported; k1 is used"
+        arguments.note(f"algorithm.kl_penalty={kind}", "not supported; k1 is used")
     return {"kl_coef": float(coefficient)}, {"kl_estimator": estimator} if estimator in ("k2", "k3") else {}
 
 
-def _critic(arguments: Arguments, remarks: dict[str, str]) -> dict[str, Any]:
+def _critic(arguments: Arguments) -> dict[str, Any]:
     """Return the nodes of PPO between the rewards and the update of the policy."""
     get = arguments.get
     advantages = {"node": "gae_advantage", "gamma": get("algorithm.gamma"), "lam": get("algorithm.lam")}
-    coefficient, estimator = _kl_in_reward(arguments, remarks)
+    coefficient, estimator = _kl_in_reward(arguments)
     advantages |= {**coefficient, **estimator, "unbiased": True}
     critic = {"clip_eps": get("critic.cliprange_value")}
-    critic["num_minibatches"] = _minibatches(arguments, "critic", remarks)
+    critic["num_minibatches"] = _minibatches(arguments, "critic")
     num_epochs = get("critic.ppo_epochs") or get(f"{ACTOR}.ppo_epochs")
     critic |= {"num_epochs": num_epochs} if num_epochs != 1 else {}
     return {
@@ -99,17 +101,17 @@ def _critic(arguments: Arguments, remarks: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def _advantages(arguments: Arguments, remarks: dict[str, str]) -> dict[str, Any]:
+def _advantages(arguments: Arguments) -> dict[str, Any]:
     """Return the nodes between the rewards and the update of the policy."""
     get = arguments.get
     estimator = get("algorithm.adv_estimator")
     if estimator == "gae":
-        return _critic(arguments, remarks)
-    nodes, rewards = _shaped_rewards(arguments, remarks)
-    coefficient, kl_estimator = _kl_in_reward(arguments, remarks)
+        return _critic(arguments)
+    nodes, rewards = _shaped_rewards(arguments)
+    coefficient, kl_estimator = _kl_in_reward(arguments)
     if estimator == "reinforce_plus_plus":
         if (gamma := get("algorithm.gamma")) != 1:
-            remarks[f"algorithm.gamma={gamma}"] = "not supported; rewards are not discounted"
+            arguments.note(f"algorithm.gamma={gamma}", "not supported; rewards are not discounted")
         return nodes | {
             "advantages": {"node": "token_advantage", **rewards, **coefficient, **kl_estimator, "unbiased": True}
         }
@@ -124,7 +126,7 @@ def _advantages(arguments: Arguments, remarks: dict[str, str]) -> dict[str, Any]
         nodes["greedy_rewards"] = of_greedy
         if coefficient:
             key = "algorithm.use_kl_in_reward=True"
-            remarks[key] = "every token has the penalty of its whole response, and not that from the token on"
+            arguments.note(key, "every token has the penalty of its whole response, and not that from the token on")
     return nodes | {"advantages": {**_advantage_node(arguments), **rewards}}
 
 
@@ -141,7 +143,7 @@ def _advantage_node(arguments: Arguments) -> dict[str, Any]:
     return {"node": "group_advantage", "epsilon": 1e-6, **normalize}
 
 
-def _shaped_rewards(arguments: Arguments, remarks: dict[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
+def _shaped_rewards(arguments: Arguments) -> tuple[dict[str, Any], dict[str, str]]:
     """Return DAPO's nodes for the rewards, and the input of the nodes after them."""
     get = arguments.get
     nodes: dict[str, Any] = {}
@@ -155,11 +157,11 @@ def _shaped_rewards(arguments: Arguments, remarks: dict[str, str]) -> tuple[dict
         nodes["shaped"] = {**shaped, "buffer_tokens": get(f"{buffer}.len")}
         rewards = {"rewards": "shaped"}
         if (factor := get(f"{buffer}.penalty_factor")) not in (None, 1):
-            remarks[f"{buffer}.penalty_factor={factor}"] = "the penalty rises to 1; scale the reward instead"
+            arguments.note(f"{buffer}.penalty_factor={factor}", "the penalty rises to 1; scale the reward instead")
     return nodes, rewards
 
 
-def _loss(arguments: Arguments, remarks: dict[str, str]) -> dict[str, Any]:
+def _loss(arguments: Arguments) -> dict[str, Any]:
     """Return the policy's update with the options of its loss."""
     get = arguments.get
     kind = get(f"{ACTOR}.policy_loss.loss_mode")
@@ -174,8 +176,8 @@ def _loss(arguments: Arguments, remarks: dict[str, str]) -> dict[str, Any]:
     # Null is not the default, so clip_ratio counts only where a script sets the others to null.
     low, high = (get(f"{ACTOR}.clip_ratio_{side}") for side in ("low", "high"))
     both = get(f"{ACTOR}.clip_ratio")
-    if arguments.has(f"{ACTOR}.clip_ratio") and None not in (low, high):
-        remarks[f"{ACTOR}.clip_ratio={both}"] = "verl does not use it: clip_ratio_low and clip_ratio_high count"
+    if f"{ACTOR}.clip_ratio" in arguments.values and None not in (low, high):
+        arguments.note(f"{ACTOR}.clip_ratio={both}", "verl does not use it: clip_ratio_low and clip_ratio_high count")
     low, high = (both if side is None else side for side in (low, high))
     if low != 0.2 or kind == "gspo":
         loss["clip_eps"] = low
@@ -183,28 +185,28 @@ def _loss(arguments: Arguments, remarks: dict[str, str]) -> dict[str, Any]:
         loss["clip_eps_high"] = high
     if entropy := get(f"{ACTOR}.entropy_coeff"):
         loss["entropy_coef"] = entropy
-    loss |= _kl_in_loss(arguments, remarks) | _aggregation(arguments, remarks)
+    loss |= _kl_in_loss(arguments) | _aggregation(arguments)
     level = get("algorithm.rollout_correction.rollout_is")
     bound = get("algorithm.rollout_correction.rollout_is_threshold")
     if level in ("token", "sequence"):
         loss["correction"] = {"level": level, "max_ratio": bound}
     elif level:
-        remarks[f"algorithm.rollout_correction.rollout_is={level}"] = "not supported; there is no correction"
+        arguments.note(f"algorithm.rollout_correction.rollout_is={level}", "not supported; there is no correction")
     return loss
 
 
-def _kl_in_loss(arguments: Arguments, remarks: dict[str, str]) -> dict[str, Any]:
+def _kl_in_loss(arguments: Arguments) -> dict[str, Any]:
     get = arguments.get
     coefficient, kl_type = get(f"{ACTOR}.kl_loss_coef"), get(f"{ACTOR}.kl_loss_type")
     if not get(f"{ACTOR}.use_kl_loss"):
         return {}
     estimator = KL_ESTIMATORS.get(kl_type)
     if estimator is None:
-        remarks[f"{ACTOR}.kl_loss_type={kl_type}"] = "not supported; k3 is used"
+        arguments.note(f"{ACTOR}.kl_loss_type={kl_type}", "not supported; k3 is used")
     return {"kl_coef": coefficient, **({"kl_estimator": estimator} if estimator in ("k1", "k2") else {})}
 
 
-def _aggregation(arguments: Arguments, remarks: dict[str, str]) -> dict[str, Any]:
+def _aggregation(arguments: Arguments) -> dict[str, Any]:
     """Return the weights of tokens, where they are not those of the node's default."""
     get = arguments.get
     mode, kind = get(f"{ACTOR}.loss_agg_mode"), get(f"{ACTOR}.policy_loss.loss_mode")
@@ -214,6 +216,6 @@ def _aggregation(arguments: Arguments, remarks: dict[str, str]) -> dict[str, Any
     if mode == "seq-mean-token-sum":
         return {"aggregation": "constant", "constant_length": 1}
     if mode not in AGGREGATIONS:
-        remarks[f"{ACTOR}.loss_agg_mode={mode}"] = "not supported; every token has the same weight"
+        arguments.note(f"{ACTOR}.loss_agg_mode={mode}", "not supported; every token has the same weight")
     aggregation = AGGREGATIONS.get(mode, "token")
     return {"aggregation": aggregation} if aggregation != {"gspo": "sequence"}.get(kind, "token") else {}

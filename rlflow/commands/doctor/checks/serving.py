@@ -1,12 +1,11 @@
 """Checks of vLLM: sleeping frees its memory, waking restores it, and it shares a GPU with DeepSpeed in a whole run."""
 
 import json
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from rlflow.commands.calibrate.probes import run
 from rlflow.commands.doctor.checks.models import HALF_BILLION, free_memory_in_another_process, prompts_of, spec_of
 from rlflow.commands.doctor.finding import Measurement
 from rlflow.engines.base import Sampling
@@ -68,12 +67,8 @@ def colocated_run(
 ) -> list[Measurement]:
     """Train a few steps of GRPO with vLLM and DeepSpeed on one GPU, with the same command that users type."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "rlflow", *overrides(cluster, architecture), f"hydra.run.dir={folder}/run"]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=seconds, check=False)
-        if done.returncode:
-            output = (done.stderr or done.stdout).strip().splitlines()
-            raise RuntimeError(f"the run ended with {done.returncode}: {' '.join(output[-3:])}")
-        lines = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
+        run(overrides(cluster, architecture), Path(folder), seconds)
+        lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "update/sampler_difference" in line]
     worst = max((abs(line["update/sampler_difference"]) for line in steps), default=float("inf"))
     what = "logprobs of sampler and trainer, mean difference"

@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from rlflow.commands.doctor.checks.models import ANSWER_TIMEOUT_S
@@ -70,7 +71,7 @@ def all_reduce(
         paths.append(("over the network", network_gb_s, {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}))
     measurements = []
     for path, data_sheet, environment in paths:
-        seconds = _timed_all_reduce(device, ranks, elements, environment)
+        seconds = all_reduce_seconds(device, ranks, elements, environment)
         # Bus bandwidth as nccl-tests defines it: what each link carries, whatever the number of ranks.
         speed = 2 * (ranks - 1) / ranks * 4 * elements / seconds / 1e9
         name = f"all-reduce of {4 * elements / 2**30:.2g} GiB on {ranks} GPUs, {path}"
@@ -83,8 +84,11 @@ def all_reduce(
     return measurements
 
 
-def _timed_all_reduce(device: str, ranks: int, elements: int, environment: dict[str, str]) -> float:
-    """Return the seconds of one all-reduce, the fastest of several, on the slowest rank."""
+def all_reduce_seconds(device: str, ranks: int, elements: int, environment: Mapping[str, str] = {}) -> float:
+    """Return the seconds of one all-reduce, the fastest of several, on the slowest rank.
+
+    The processes of the ranks have the variables of ``environment`` besides this one's.
+    """
     import torch.multiprocessing as processes
 
     context = processes.get_context("spawn")
@@ -115,6 +119,8 @@ def _reduce(device: str, rank: int, ranks: int, port: int, elements: int, answer
     if on_gpu:
         device = f"cuda:{rank}"
         torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     distributed.init_process_group(
         "nccl" if on_gpu else "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks
     )
