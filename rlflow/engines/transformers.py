@@ -17,6 +17,7 @@ from rlflow.engines.causal_lm.token_outputs import token_scores
 from rlflow.engines.group_progress import GroupProgress, PartialResponse, prepend_partial
 from rlflow.engines.journal import Journal
 from rlflow.engines.memory import TunableEngine
+from rlflow.engines.serving.weights import ExpectedWeights
 from rlflow.engines.times import ProfiledEngine
 from rlflow.errors import EngineError
 
@@ -168,16 +169,11 @@ class TransformersEngine(TunableEngine, ProfiledEngine):
 
         self._version = None
         state = trained_weights(self._model.state_dict(), self._spec.lora)
-        own = {transfer_name(name): weight for name, weight in state.items()}
-        missing = set(own)
+        values = {transfer_name(name): value for name, value in state.items()}
+        expected = ExpectedWeights.of_model(self._model, self._spec.lora)
         with torch.no_grad():
-            for name, tensor in weights:
-                if name not in own or own[name].shape != tensor.shape:
-                    raise EngineError(f"role {self._spec.role}: the weight '{name}' does not fit the model.")
-                own[name].copy_(tensor)
-                missing.discard(name)
-        if missing:
-            raise EngineError(f"role {self._spec.role}: the weights lack '{min(missing)}'.")
+            for name, tensor in expected.check(self._spec.role, weights):
+                values[name].copy_(tensor)
         self._version = self._journal.version = version
 
 

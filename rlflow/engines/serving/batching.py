@@ -105,7 +105,6 @@ class Batcher:
         self._num_requests = 0
         self._lock = threading.Lock()
         self._failure: EngineError | None = None
-        self._recorder: ActivityRecorder | None = None
         started: Future[None] = Future()
         threading.Thread(target=self._serve, args=(start, started), name=f"{role} vllm", daemon=True).start()
         started.result()
@@ -137,7 +136,7 @@ class Batcher:
 
     def take_activity(self) -> list[EngineActivity]:
         """Return what the engine did since the last call."""
-        return self._recorder.take() if self._recorder else []
+        return self._recorder.take()
 
     def _wait_for(self, call: _Call) -> Any:
         self._enqueue(call)
@@ -153,7 +152,7 @@ class Batcher:
         """Run the engine's thread: admit work, step, and complete the futures of finished requests."""
         try:
             engine = start()
-            self._recorder = recorder = ActivityRecorder(engine)
+            self._recorder = ActivityRecorder(engine)
         except BaseException as error:
             started.set_exception(error)
             return
@@ -163,7 +162,7 @@ class Batcher:
                 self._admit(engine)
                 finished = [output for output in engine.step() if output.finished]
                 self.decode_steps += 1
-                recorder.record_step(finished, idle=len(finished) == len(self._live))
+                self._recorder.record_step(finished, idle=len(finished) == len(self._live))
                 for output in finished:
                     self._complete(output)
                 if self._live and _is_idle(engine):
@@ -179,7 +178,6 @@ class Batcher:
                 try:
                     if not self._live:
                         self._next = self._inbox.get()
-                        assert self._recorder is not None
                         self._recorder.resume()
                     else:
                         self._next = self._inbox.get(block=idle, timeout=_GATHER_S)
@@ -250,7 +248,7 @@ class Batcher:
         engine.abort_request(list(names))
         for output in outputs:
             self._complete(output)
-        if outputs and self._recorder is not None:
+        if outputs:
             self._recorder.record_step(outputs, idle=not self._live)
 
     def _complete(self, output: Any) -> None:

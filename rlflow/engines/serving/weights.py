@@ -21,6 +21,7 @@ from rlflow.resources.models.lora import Lora
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from transformers import PreTrainedModel
 
 _FILE_BYTES = 64 * 2**20
 _SHARED_MEMORY = Path("/dev/shm")
@@ -46,8 +47,13 @@ class ExpectedWeights:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=spec.model.trust_remote_code)
             add_adapters(model, spec)
-        state = trained_weights(model.state_dict(), spec.lora)
-        required = trained_weights(dict(model.named_parameters()), spec.lora)
+        return cls.of_model(model, spec.lora)
+
+    @classmethod
+    def of_model(cls, model: "PreTrainedModel", lora: Lora | None) -> "ExpectedWeights":
+        """Return the weights of a model, which needs no data."""
+        state = trained_weights(model.state_dict(), lora)
+        required = trained_weights(dict(model.named_parameters()), lora)
         shapes = {transfer_name(name): tuple(tensor.shape) for name, tensor in state.items()}
         return cls(shapes, frozenset(map(transfer_name, required)))
 
