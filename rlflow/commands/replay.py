@@ -7,7 +7,7 @@ Nothing in the run's folder changes.
 
 import argparse
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -44,7 +44,8 @@ def replay(plan: Plan, directory: Path, step: int | None) -> Iterator[str]:
     skipped = _find(plan, directory, step)
     yield f"step {skipped.step} was skipped: {skipped.reason}"
     yield "saved values that are not finite:"
-    yield from _all_or_none([line for name, batch in skipped.edges.items() for line in _describe(name, batch, skipped)])
+    lines = [line for name, batch in skipped.edges.items() for line in _describe(name, batch, skipped)]
+    yield from lines or ["  none"]
     yield from _run_again(plan, directory, skipped)
 
 
@@ -157,7 +158,3 @@ def _describe(name: str, batch: Any, skipped: SkippedStep) -> Iterator[str]:
         yield f"  {name}: {sample}, {token}: {value}"
     if len(places) > _MAX_LISTED:
         yield f"  {name}: {len(places) - _MAX_LISTED} more"
-
-
-def _all_or_none(lines: Collection[str]) -> Collection[str]:
-    return lines or ["  none"]

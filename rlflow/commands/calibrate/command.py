@@ -32,10 +32,12 @@ def main(arguments: Sequence[str]) -> int:
 
 def calibrate(cluster: str, output: Path) -> None:
     """Measure the machine, run the probes on ``cluster``, and write the calibration."""
+    import torch
+
     start = time.perf_counter()
     # Idle threads of a run spin only briefly; the measurements use the same setting.
     os.environ.setdefault("GOMP_SPINCOUNT", "1500")
-    on_gpu = has_gpu() and not cluster.endswith("@cpu") and cluster != "local"
+    on_gpu = torch.cuda.is_available() and not cluster.endswith("@cpu") and cluster != "local"
     machine = measure("cuda:0" if on_gpu else "cpu")
     for line in describe(machine):
         print(line, flush=True)
@@ -50,13 +52,6 @@ def calibrate(cluster: str, output: Path) -> None:
     content = yaml.safe_dump(calibration_figures(calibration_from_runs(runs, known)), sort_keys=False)
     output.write_text("".join(f"# {line}\n" for line in describe(machine)) + content)
     print(f"{output} in {time.perf_counter() - start:.0f} s; use it with calibration={output}")
-
-
-def has_gpu() -> bool:
-    """Return whether torch finds a GPU here."""
-    import torch
-
-    return torch.cuda.is_available()
 
 
 def with_machine(efficiency: Efficiency, machine: MachineFigures) -> Efficiency:

@@ -76,7 +76,7 @@ def recipe_of(probe: Probe) -> dict[str, Any]:
     model = {"random_weights": True, "characters": _CHARACTERS, "architecture": architecture, "dtype": "float32"}
     trainer, server = ("deepspeed", "vllm") if probe.on_hosts else ("torch", "transformers")
     return {
-        "defaults": ["/algorithm: grpo", "/data: additions", "_self_"],
+        "defaults": [{"/algorithm": "grpo"}, {"/data": "additions"}, "_self_"],
         "name": f"calibrate_{probe.name.replace(' ', '_')}",
         "steps": _STEPS,
         "models": {"policy": model},
@@ -107,9 +107,8 @@ def untrained_lengths(most: int) -> list[int]:
 
 def write_recipe(recipe: dict[str, Any], folder: Path) -> Path:
     """Write a recipe file, and return its path."""
-    defaults = [dict([each.split(": ")]) if ": " in each else each for each in recipe["defaults"]]
     path = folder / f"{recipe['name']}.yaml"
-    path.write_text("# @package _global_\n" + yaml.safe_dump(recipe | {"defaults": defaults}, sort_keys=False))
+    path.write_text("# @package _global_\n" + yaml.safe_dump(recipe, sort_keys=False))
     return path
 
 

@@ -1,8 +1,8 @@
 """A small model, its batches, and free GPU memory as another process sees it, for checks of engines."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -93,10 +93,8 @@ class NegativeLogprob:
         return -logprobs, {}
 
 
-class FreeMemory(Protocol):
-    """A function that returns the GiB that are free right now."""
-
-    def __call__(self) -> float: ...
+FreeMemory = Callable[[], float]
+"""A function that returns the GiB that are free right now."""
 
 
 @contextmanager
