@@ -95,7 +95,7 @@ class ConversationEngine(SessionEngine):
             )
         ]
         self._live.update({each.future: each for each in conversations})
-        self._post(self._begin, conversations)
+        self._post(self._continue, conversations)
         return [each.future for each in conversations]
 
     def abort(self, futures: "Collection[Future[Any]]") -> None:
@@ -116,7 +116,7 @@ class ConversationEngine(SessionEngine):
     def _handle_events(self) -> None:
         with self._lock:
             events, self._events = self._events, []
-        for handler in (self._begin, self._end_turns, self._take_answers, self._abort):
+        for handler in (self._continue, self._end_turns, self._take_answers, self._abort):
             waiting = [each for its_handler, every in events if its_handler == handler for each in every]
             live = [each for each in waiting if each.future in self._live]
             try:
@@ -124,9 +124,6 @@ class ConversationEngine(SessionEngine):
                     handler(live)
             except BaseException as error:  # without an answer, callers would wait forever
                 self._fail(live, error)
-
-    def _begin(self, conversations: list[_Conversation]) -> None:
-        self._continue(conversations)
 
     def _end_turns(self, conversations: list[_Conversation]) -> None:
         """Add the turns that the engine has generated, or what it has of them."""

@@ -22,8 +22,8 @@ def check_attention(role: str, requested: Attention | Auto) -> None:
 
 def has_flash_attn() -> bool:
     """Return whether flash-attn 2 is installed, the version whose functions are called."""
-    found = installed(FLASH)
-    return found is not None and found[1].startswith("2.")
+    distribution = installed(FLASH)
+    return distribution is not None and distribution[1].startswith("2.")
 
 
 def choose_attention(spec: EngineSpec) -> Attention:

@@ -164,10 +164,10 @@ class _LogitChunks:
         self.hidden = hidden.to(dtype)
         self._weight, self._bias, self._targets = weight, bias, targets
         self._temperature = temperature
-        most = _CPU_LOGITS_AT_ONCE if hidden.device.type == "cpu" else LOGITS_AT_ONCE
+        max_logits = _CPU_LOGITS_AT_ONCE if hidden.device.type == "cpu" else LOGITS_AT_ONCE
         # Neither the logits of a chunk nor the weights of its part, nor their gradients, are much larger than ``most``.
-        self._width = min(len(weight), most // min(max(*hidden.shape, 1), int(most**0.5)))
-        self._length = most // self._width
+        self._width = min(len(weight), max_logits // min(max(*hidden.shape, 1), int(max_logits**0.5)))
+        self._length = max_logits // self._width
 
     def vocabulary_parts(self) -> Iterator[_VocabularyPart]:
         """Yield the parts of the vocabulary."""

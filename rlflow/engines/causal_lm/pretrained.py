@@ -172,9 +172,9 @@ def _return_all_rewards(model: "PreTrainedModel") -> None:
     model.forward = forward
 
 
-def merge_end_ids(*given: int | list[int] | None) -> list[int]:
+def merge_end_ids(*end_ids: int | list[int] | None) -> list[int]:
     """Combine the end tokens of the generation configuration and the tokenizer; a chat model has several."""
-    lists = [ids if isinstance(ids, list) else [ids] for ids in given if ids is not None]
+    lists = [ids if isinstance(ids, list) else [ids] for ids in end_ids if ids is not None]
     return sorted({id_ for ids in lists for id_ in ids})
 
 

@@ -108,15 +108,15 @@ def _describe_not_finite(
     bad = ~losses.detach().isfinite()
     for is_broken in broken.values():
         bad = bad | is_broken
-    found = tokens[bad.cpu().numpy()]
-    if not len(found):
+    places = tokens[bad.cpu().numpy()]
+    if not len(places):
         return None
     offsets = part.response_ids.offsets
-    rows = np.searchsorted(offsets, found, side="right") - 1
+    rows = np.searchsorted(offsets, places, side="right") - 1
     causes = [name for name, is_broken in broken.items() if is_broken.any()]
     why = f"; not finite there: {', '.join(causes)}" if causes else ""
-    where = f"{describe_samples(part.keys[np.unique(rows)])}; first at token {found[0] - offsets[rows[0]]}"
-    return f" at {len(found)} of {len(losses)} tokens of a pass ({where}){why}"
+    where = f"{describe_samples(part.keys[np.unique(rows)])}; first at token {places[0] - offsets[rows[0]]}"
+    return f" at {len(places)} of {len(losses)} tokens of a pass ({where}){why}"
 
 
 def weighted_means(sums: Mapping[str, float]) -> dict[str, float]:
