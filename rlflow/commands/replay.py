@@ -133,8 +133,8 @@ def _run_again(plan: Plan, directory: Path, skipped: SkippedStep) -> Iterator[st
                     yield f"  {error}"
                     continue
                 edges[node.name] = output
-                found = list(_describe(node.name, output, skipped))
-                yield from found or [f"  {node.name}: all values are finite"]
+                lines = list(_describe(node.name, output, skipped))
+                yield from lines or [f"  {node.name}: all values are finite"]
 
 
 def _refuse_training(base: Plan, name: str) -> Any:

@@ -28,7 +28,7 @@ _OTHERS = {
 
 def check_expansion(file: Path) -> None:
     """Raise RecipeError for a file that grows out of proportion when it is read, and for one that cannot be counted."""
-    most = max(_ALWAYS_ALLOWED, _MOST_TIMES * file.stat().st_size)
+    max_bytes = max(_ALWAYS_ALLOWED, _MOST_TIMES * file.stat().st_size)
     with file.open("rb") as opened:
         start = opened.read(8)
     for magic, name in _OTHERS.items():
@@ -37,29 +37,29 @@ def check_expansion(file: Path) -> None:
             raise RecipeError("data.source", f"'{file}' is compressed with {name}, not with gzip", fix=fix)
     grows = False
     if start.startswith(b"PAR1"):
-        grows = _parquet_exceeds(file, most)
+        grows = _parquet_exceeds(file, max_bytes)
     elif start.startswith(_GZIP):
-        grows = _gzip_exceeds(file, most)
+        grows = _gzip_exceeds(file, max_bytes)
     if grows:
         fact = f"'{file}' would be more than {_MOST_TIMES} times as large when it is read"
         raise RecipeError("data.source", fact, fix="save the rows as JSON, an object on each line")
 
 
-def _gzip_exceeds(file: Path, most: int) -> bool:
+def _gzip_exceeds(file: Path, max_bytes: int) -> bool:
     """Return whether a file has more bytes without its compression. Raises RecipeError for a damaged file."""
     read = 0
     try:
         with gzip.open(file) as opened:
             while part := opened.read(2**18):
                 read += len(part)
-                if read > most:
+                if read > max_bytes:
                     return True
     except (OSError, EOFError, zlib.error) as error:
         raise _damaged(file, error) from None
     return False
 
 
-def _parquet_exceeds(file: Path, most: int) -> bool:
+def _parquet_exceeds(file: Path, max_bytes: int) -> bool:
     """Return whether the values of a file need more bytes, each one counted as often as it occurs.
 
     Raises RecipeError for a damaged file.
@@ -84,8 +84,8 @@ def _parquet_exceeds(file: Path, most: int) -> bool:
                     encodings.update(chunk.encodings)
                 else:
                     numbers += size
-        if not texts or numbers + stored_texts > most:
-            return numbers + stored_texts > most
+        if not texts or numbers + stored_texts > max_bytes:
+            return numbers + stored_texts > max_bytes
         # A dictionary holds each value once, however often it occurs. The delta encodings have none, so that only a few
         # rows at a time are safe to read.
         has_dictionary = encodings.isdisjoint(_WITHOUT_DICTIONARY)
@@ -93,7 +93,7 @@ def _parquet_exceeds(file: Path, most: int) -> bool:
         read_texts = 0
         for batch in opened.iter_batches(2**16 if has_dictionary else 16, columns=texts):
             read_texts += sum(_repeated_bytes(column) for column in batch.columns)
-            if numbers + read_texts > most:
+            if numbers + read_texts > max_bytes:
                 return True
         return False
     except (pyarrow.ArrowException, OSError) as error:

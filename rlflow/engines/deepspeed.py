@@ -91,12 +91,12 @@ class DeepSpeedEngine(TrainingEngine):
             self._engine.zero_grad()
         return norm
 
-    def _gather_problems(self, own: str | None) -> list[str | None]:
+    def _gather_problems(self, problem: str | None) -> list[str | None]:
         """Return the problem that each rank found."""
         import torch
 
         problems: list[str | None] = [None] * self._spec.world_size
-        torch.distributed.all_gather_object(problems, own)
+        torch.distributed.all_gather_object(problems, problem)
         return problems
 
     def _sum_over_ranks(self, sums: dict[str, float]) -> dict[str, float]:

@@ -96,12 +96,12 @@ class GroupProgress:
 
     def check(self, rollouts: Rollouts | None, rows: Collection[int], also: Collection[int] = ()) -> None:
         """Raise EngineError unless ``rollouts`` are those of ``rows``, each once, and maybe some of ``also``."""
-        found = [] if rollouts is None else self.rows_of(rollouts.keys).tolist()
-        missing, unknown = set(rows).difference(found), set(found).difference(rows, also)
-        if missing or unknown or len(found) > len(set(found)):
+        returned = [] if rollouts is None else self.rows_of(rollouts.keys).tolist()
+        missing, unknown = set(rows).difference(returned), set(returned).difference(rows, also)
+        if missing or unknown or len(returned) > len(set(returned)):
             raise EngineError(
-                f"an engine has returned {len(found)} rollouts for {len(rows)} samples: {len(missing)} are missing,"
-                f" {len(found) - len(set(found))} are doubled, {len(unknown)} are of other samples."
+                f"an engine has returned {len(returned)} rollouts for {len(rows)} samples: {len(missing)} are missing,"
+                f" {len(returned) - len(set(returned))} are doubled, {len(unknown)} are of other samples."
             )
 
     def partial_responses(self, rows: Ints) -> list[PartialResponse]:

@@ -64,9 +64,11 @@ class Journal:
         names = self._names(samples, sampling)
         for step in np.unique(steps).tolist():
             rows = np.flatnonzero(steps == step)
-            part, given = (rollouts, samples) if len(rows) == len(steps) else (rollouts.take(rows), samples.take(rows))
+            part, part_samples = (
+                (rollouts, samples) if len(rows) == len(steps) else (rollouts.take(rows), samples.take(rows))
+            )
             try:
-                self._append(_folder(self._folder, step), names[rows], part, given)
+                self._append(_folder(self._folder, step), names[rows], part, part_samples)
             except OSError:
                 # Nothing can follow a record that is cut off.
                 self._file_name = self._new_file_name()
@@ -138,8 +140,8 @@ class RecordedResponses:
         if not parts:
             return np.zeros(0, np.int64), None
         order = np.argsort(rows)
-        found = samples.take(np.array(rows)[order])
-        return np.array(rows)[order], _with_prompts(Rollouts.concatenate(parts).take(order), found)
+        recorded_samples = samples.take(np.array(rows)[order])
+        return np.array(rows)[order], _with_prompts(Rollouts.concatenate(parts).take(order), recorded_samples)
 
 
 @dataclass(frozen=True)

@@ -81,10 +81,10 @@ class PhasePeaks:
         finally:
             with self._lock, suppress(OSError, KeyError):
                 self._calls -= 1
-                others, peak, total = _memory_bytes(self._device)
+                used_by_others, peak, total = _memory_bytes(self._device)
                 self.bytes[phase] = max(self.bytes.get(phase, 0), peak)
                 if self._device != "cpu":
-                    self._share = max(self._share, min(1.0, (others + peak) / total))
+                    self._share = max(self._share, min(1.0, (used_by_others + peak) / total))
 
 
 _earlier_peaks: dict[str, int] = {}
@@ -168,13 +168,13 @@ def _memory_bytes(device: str) -> tuple[int, int, int]:
 
     if torch.device(device).type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        own, peak = torch.cuda.memory_reserved(device), torch.cuda.max_memory_reserved(device)
+        process_bytes, peak = torch.cuda.memory_reserved(device), torch.cuda.max_memory_reserved(device)
     else:
         free, total = host_memory.free_bytes(), host_memory.total_bytes()
         process = host_memory.read_amounts("/proc/self/status")
         # Pages of the object store stay resident once they are read, so they were part of the peak as well.
-        own, peak = (process[name] - process["RssShmem"] for name in ("VmRSS", "VmHWM"))
-    return max(0, total - free - own), peak, total
+        process_bytes, peak = (process[name] - process["RssShmem"] for name in ("VmRSS", "VmHWM"))
+    return max(0, total - free - process_bytes), peak, total
 
 
 def _reset_peak(device: str) -> None:
@@ -227,8 +227,8 @@ def without_expandable_segments() -> Iterator[None]:
 
 def set_expandable_segments(settings: str, enabled: bool) -> str:
     """Return the allocator settings with expandable segments on or off, and all other options unchanged."""
-    others = [each for each in settings.split(",") if each and each.partition(":")[0].strip() != _OPTION]
-    return ",".join([*others, f"{_OPTION}:{enabled}"])
+    options = [option for option in settings.split(",") if option and option.partition(":")[0].strip() != _OPTION]
+    return ",".join([*options, f"{_OPTION}:{enabled}"])
 
 
 def _environment_settings() -> str:

@@ -51,7 +51,7 @@ class Times:
 def record_each(engines: Mapping[str, object]) -> Callable[[], dict[str, list[Span]]]:
     """Record the calls of engines; return a function that takes those since the last time, by the engines' names."""
     times = {name: Times(engine) for name, engine in engines.items()}
-    return lambda: {name: each.take() for name, each in times.items()}
+    return lambda: {name: spans.take() for name, spans in times.items()}
 
 
 class _NoTimes(Times):

@@ -60,8 +60,8 @@ class TransformersEngine(TunableEngine, ProfiledEngine):
             first = batch.first_prompt * sampling.group_size + batch.first_sample
             end = first + batch.num_prompts * batch.num_samples
             members = samples.take(np.arange(first, end))
-            found, rollouts = recorded.find(members, sampling)
-            if rollouts is not None and len(found) == len(members):
+            recorded_rows, rollouts = recorded.find(members, sampling)
+            if rollouts is not None and len(recorded_rows) == len(members):
                 parts.append(rollouts)
                 continue
             batch_prompts = prompts.ids.take(np.arange(batch.first_prompt, batch.first_prompt + batch.num_prompts))

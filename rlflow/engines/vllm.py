@@ -137,7 +137,7 @@ class VllmEngine(SessionEngine):
         outputs = [response.output for response in responses]
         response_ids = Packed.from_rows([output.token_ids for output in outputs], np.int32)
         logprobs = Packed.from_rows([output.logprobs.logprobs for output in outputs], np.float32)
-        versions = Repeated(np.array([each.version for each in responses], np.int32), response_ids.lengths)
+        versions = Repeated(np.array([response.version for response in responses], np.int32), response_ids.lengths)
         before = [response.partial for response in responses]
         if any(len(partial.ids) for partial in before):
             response_ids, logprobs, versions = prepend_partial(before, response_ids, logprobs, versions)

@@ -54,8 +54,8 @@ class EnvironmentCalls:
 def _serve(pool: ProcessPool, queue: CallQueue, answers: "dict[int, Future[Answer]]") -> None:
     """Answer the calls in the queue until it is closed; the thread of the processes."""
     try:
-        with closing(pool.outcomes(queue)) as found:
-            for call, outcomes in found:
+        with closing(pool.outcomes(queue)) as answered_calls:
+            for call, outcomes in answered_calls:
                 for number, outcome in zip(call.indices, outcomes, strict=True):
                     answers.pop(number).set_result(outcome)
     except BaseException as error:  # without an answer, conversations would wait forever

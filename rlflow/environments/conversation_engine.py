@@ -81,7 +81,7 @@ class ConversationEngine(SessionEngine):
     def progress(self) -> int:
         """Return the seconds of a clock while all conversations wait for their environments, and 0 otherwise."""
         live = list(self._live.values())
-        return int(time.monotonic()) if live and all(each.turn is None for each in live) else 0
+        return int(time.monotonic()) if live and all(conversation.turn is None for conversation in live) else 0
 
     def submit(
         self, samples: Prompts, sampling: Sampling, partial: Sequence[PartialResponse] | None = None
@@ -94,12 +94,14 @@ class ConversationEngine(SessionEngine):
                 zip(samples.keys, samples.rows, partial or [NO_RESPONSE] * len(samples), strict=True)
             )
         ]
-        self._live.update({each.future: each for each in conversations})
+        self._live.update({conversation.future: conversation for conversation in conversations})
         self._post(self._continue, conversations)
-        return [each.future for each in conversations]
+        return [conversation.future for conversation in conversations]
 
     def abort(self, futures: "Collection[Future[Any]]") -> None:
-        self._post(self._abort, [each for future in futures if (each := self._live.get(future)) is not None])
+        self._post(
+            self._abort, [conversation for future in futures if (conversation := self._live.get(future)) is not None]
+        )
         wait(futures)
 
     def rollouts(self, samples: Prompts, responses: Sequence[Any], sampling: Sampling) -> Conversations:
@@ -117,8 +119,10 @@ class ConversationEngine(SessionEngine):
         with self._lock:
             events, self._events = self._events, []
         for handler in (self._continue, self._end_turns, self._take_answers, self._abort):
-            waiting = [each for its_handler, every in events if its_handler == handler for each in every]
-            live = [each for each in waiting if each.future in self._live]
+            waiting = [
+                conversation for its_handler, every in events if its_handler == handler for conversation in every
+            ]
+            live = [conversation for conversation in waiting if conversation.future in self._live]
             try:
                 if live:
                     handler(live)
@@ -127,70 +131,81 @@ class ConversationEngine(SessionEngine):
 
     def _end_turns(self, conversations: list[_Conversation]) -> None:
         """Add the turns that the engine has generated, or what it has of them."""
-        responses = [each.turn.result() for each in conversations if each.turn is not None]
-        count, keys = len(conversations), np.stack([each.key for each in conversations])
+        responses = [conversation.turn.result() for conversation in conversations if conversation.turn is not None]
+        count, keys = len(conversations), np.stack([conversation.key for conversation in conversations])
         # Nobody reads the prompts.
         samples = Prompts(keys=keys, ids=Packed.from_rows([()] * count, np.int32), rows=({},) * count)
         turns = self._engine.rollouts(samples, responses, conversations[0].sampling)
-        lengths = turns.response_ids.lengths - [len(each.transcript.interrupted_turn.ids) for each in conversations]
+        lengths = turns.response_ids.lengths - [
+            len(conversation.transcript.interrupted_turn.ids) for conversation in conversations
+        ]
         self._count_tokens(int(lengths.sum()))
-        for row, (each, response) in enumerate(zip(conversations, responses, strict=True)):
-            each.turn = None
+        for row, (conversation, response) in enumerate(zip(conversations, responses, strict=True)):
+            conversation.turn = None
             if response.is_done:
-                self._exchange.add_turn(each.transcript, turns, row)
+                self._exchange.add_turn(conversation.transcript, turns, row)
             else:
-                each.transcript.interrupted_turn = piece_of(turns, row)
+                conversation.transcript.interrupted_turn = piece_of(turns, row)
         self._continue(conversations)
 
     def _take_answers(self, conversations: list[_Conversation]) -> None:
         """Add the environment's answers."""
-        before = sum(each.transcript.length for each in conversations)
+        before = sum(conversation.transcript.length for conversation in conversations)
         self._exchange.add_answers(
-            (each.transcript, each.answer.result()) for each in conversations if each.answer is not None
+            (conversation.transcript, conversation.answer.result())
+            for conversation in conversations
+            if conversation.answer is not None
         )
-        self._count_tokens(sum(each.transcript.length for each in conversations) - before)
-        for each in conversations:
-            each.answer = None
+        self._count_tokens(sum(conversation.transcript.length for conversation in conversations) - before)
+        for conversation in conversations:
+            conversation.answer = None
         self._continue(conversations)
 
     def _abort(self, conversations: list[_Conversation]) -> None:
         """End conversations where they are. The next engine asks again where an answer is due."""
-        for each in conversations:
-            each.is_aborted = True
-        self._continue([each for each in conversations if each.turn is None])
-        self._engine.abort([each.turn for each in conversations if each.turn is not None])
+        for conversation in conversations:
+            conversation.is_aborted = True
+        self._continue([conversation for conversation in conversations if conversation.turn is None])
+        self._engine.abort([conversation.turn for conversation in conversations if conversation.turn is not None])
 
     def _continue(self, conversations: list[_Conversation]) -> None:
         """Continue conversations that neither generate nor wait, or complete those that are done or aborted."""
         ending: list[_Conversation] = []
         asking: list[_Conversation] = []
         speaking: list[_Conversation] = []
-        for each in conversations:
-            is_ending = each.transcript.is_done or each.is_aborted
-            (ending if is_ending else asking if each.transcript.is_answer_due else speaking).append(each)
+        for conversation in conversations:
+            is_ending = conversation.transcript.is_done or conversation.is_aborted
+            (ending if is_ending else asking if conversation.transcript.is_answer_due else speaking).append(
+                conversation
+            )
         self._ask(asking)
-        for sampling in dict.fromkeys(each.sampling for each in speaking):
-            self._start_turns([each for each in speaking if each.sampling == sampling], sampling)
-        for each in ending:
-            del self._live[each.future]
-            each.future.set_result(each.transcript)
+        for sampling in dict.fromkeys(conversation.sampling for conversation in speaking):
+            self._start_turns(
+                [conversation for conversation in speaking if conversation.sampling == sampling], sampling
+            )
+        for conversation in ending:
+            del self._live[conversation.future]
+            conversation.future.set_result(conversation.transcript)
 
     def _ask(self, conversations: list[_Conversation]) -> None:
-        answers = self._exchange.ask([each.transcript for each in conversations], [each.row for each in conversations])
-        for each, answer in zip(conversations, answers, strict=True):
-            each.answer = answer
-            answer.add_done_callback(partial(self._notify, self._take_answers, each))
+        answers = self._exchange.ask(
+            [conversation.transcript for conversation in conversations],
+            [conversation.row for conversation in conversations],
+        )
+        for conversation, answer in zip(conversations, answers, strict=True):
+            conversation.answer = answer
+            answer.add_done_callback(partial(self._notify, self._take_answers, conversation))
 
     def _start_turns(self, conversations: list[_Conversation], sampling: Sampling) -> None:
-        transcripts = [each.transcript for each in conversations]
-        keys = np.stack([each.key for each in conversations])
-        prompts = turn_prompts(keys, [each.prompt_ids for each in conversations], transcripts)
+        transcripts = [conversation.transcript for conversation in conversations]
+        keys = np.stack([conversation.key for conversation in conversations])
+        prompts = turn_prompts(keys, [conversation.prompt_ids for conversation in conversations], transcripts)
         interrupted = [transcript.interrupted_turn for transcript in transcripts]
         resumes = any(len(turn.ids) for turn in interrupted)
         turns = self._engine.submit(prompts, sampling, interrupted if resumes else None)
-        for each, turn in zip(conversations, turns, strict=True):
-            each.turn = turn
-            turn.add_done_callback(partial(self._notify, self._end_turns, each))
+        for conversation, turn in zip(conversations, turns, strict=True):
+            conversation.turn = turn
+            turn.add_done_callback(partial(self._notify, self._end_turns, conversation))
 
     def _notify(self, handler: "_Handler", conversation: _Conversation, future: "Future[Any]") -> None:
         self._post(handler, [conversation])
@@ -199,9 +214,9 @@ class ConversationEngine(SessionEngine):
         if not isinstance(error, EngineError | UserError):
             cause, error = error, EngineError(f"conversations: {first_line(error)}.")
             error.__cause__ = cause
-        for each in conversations:
-            if self._live.pop(each.future, None) is not None:
-                each.future.set_exception(error)
+        for conversation in conversations:
+            if self._live.pop(conversation.future, None) is not None:
+                conversation.future.set_exception(error)
 
     def _count_tokens(self, number: int) -> None:
         self._tokens_each += number / max(1, len(self._live))

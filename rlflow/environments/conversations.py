@@ -57,8 +57,8 @@ class EnvironmentTurns:
             if not rows or (num_groups is not None and groups.num_complete >= num_groups):
                 break
             speaking = [transcripts[row] for row in rows]
-            given = turn_prompts(samples.keys[rows], [samples.ids[row] for row in rows], speaking)
-            _add_turns(exchange, speaking, engine.generate(given, turn_sampling))
+            next_prompts = turn_prompts(samples.keys[rows], [samples.ids[row] for row in rows], speaking)
+            _add_turns(exchange, speaking, engine.generate(next_prompts, turn_sampling))
         new = [build_conversations(samples, transcripts, sampling.scoring_temperature)] if transcripts else []
         conversations = groups.merge(new)
         assert conversations is not None

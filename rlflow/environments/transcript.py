@@ -110,7 +110,9 @@ def build_conversations(samples: Prompts, transcripts: Sequence[Transcript], tem
     pieces = [transcript.all_pieces for transcript in transcripts]
 
     def column(name: str, dtype: type[np.generic]) -> Packed:
-        rows = (np.concatenate([getattr(NO_RESPONSE, name), *(getattr(each, name) for each in row)]) for row in pieces)
+        rows = (
+            np.concatenate([getattr(NO_RESPONSE, name), *(getattr(piece, name) for piece in row)]) for row in pieces
+        )
         return Packed.from_rows(rows, dtype)
 
     return Conversations(
@@ -119,20 +121,23 @@ def build_conversations(samples: Prompts, transcripts: Sequence[Transcript], tem
         response_ids=column("ids", np.int32),
         logprobs=column("logprobs", np.float32),
         versions=Repeated.from_packed(column("versions", np.int32)),
-        finished=np.array([each.finished for each in transcripts], np.bool_),
+        finished=np.array([transcript.finished for transcript in transcripts], np.bool_),
         temperature=temperature,
-        texts=tuple(each.text for each in transcripts),
+        texts=tuple(transcript.text for transcript in transcripts),
         rows=tuple(
-            {**row, "environment_reward": each.reward} for row, each in zip(samples.rows, transcripts, strict=True)
+            {**row, "environment_reward": transcript.reward}
+            for row, transcript in zip(samples.rows, transcripts, strict=True)
         ),
         own=Repeated(
             np.array([number % 2 == 0 for row in pieces for number in range(len(row))], np.bool_),
             np.array([len(piece.ids) for row in pieces for piece in row], np.int64),
             np.array([len(row) for row in pieces], np.int64),
         ),
-        turns=np.array([each.num_turns for each in transcripts], np.int64),
-        reasons=np.array([each.reason for each in transcripts], np.str_),
-        unfinished=Packed.from_rows([np.frombuffer(_rest_of(each), np.uint8) for each in transcripts], np.uint8),
+        turns=np.array([transcript.num_turns for transcript in transcripts], np.int64),
+        reasons=np.array([transcript.reason for transcript in transcripts], np.str_),
+        unfinished=Packed.from_rows(
+            [np.frombuffer(_rest_of(transcript), np.uint8) for transcript in transcripts], np.uint8
+        ),
     )
 
 
@@ -144,7 +149,7 @@ def resumed_transcript(response: PartialResponse) -> Transcript:
     saved = json.loads(response.conversation.removeprefix(_WITH_PICKLE))
     ends = np.cumsum(saved["lengths"], dtype=np.int64)
     columns = (np.split(column, ends) for column in (response.ids, response.logprobs, response.versions))
-    *pieces, interrupted_turn = (PartialResponse(*each) for each in zip(*columns, strict=True))
+    *pieces, interrupted_turn = (PartialResponse(*parts) for parts in zip(*columns, strict=True))
     # Only a conversation with the prefix may hold a pickle, because checkpoints refuse the prefix.
     state = b64decode(saved["state"]) if pickled else saved["state"]
     return Transcript(pieces, interrupted_turn, saved["text"], state, saved["reward"])

@@ -99,8 +99,8 @@ def _is_json(value: object, seen: set[int]) -> bool:
         return False
     seen.add(id(value))
     if isinstance(value, list):
-        return all(_is_json(each, seen) for each in value)
-    return all(type(key) is str and _is_json(each, seen) for key, each in value.items())
+        return all(_is_json(item, seen) for item in value)
+    return all(type(key) is str and _is_json(item, seen) for key, item in value.items())
 
 
 def _restored(kind: type[Environment], state: str | bytes) -> Environment:

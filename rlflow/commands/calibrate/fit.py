@@ -76,8 +76,8 @@ def fit_efficiency(nodes: Sequence[MeasuredNode], start: Efficiency) -> Efficien
         return replace(start, **{name: float(value) for name, value in zip(names, np.exp(point), strict=True)})
 
     def misses(point: NDArray[np.float64]) -> NDArray[np.float64]:
-        found = at(point)
-        errors = [np.log((node.predict(found) + _SMALL_S) / (node.seconds + _SMALL_S)) for node in nodes]
+        efficiency = at(point)
+        errors = [np.log((node.predict(efficiency) + _SMALL_S) / (node.seconds + _SMALL_S)) for node in nodes]
         return np.concatenate([np.array(errors) / _NOISE, (point - first) / spread])
 
     point, damping = np.minimum(first, highest), 1.0
@@ -127,8 +127,8 @@ def _has_times(report: Any) -> bool:
 def _is_pair(value: Any) -> bool:
     if not isinstance(value, dict) or not {"predicted", "measured"} <= value.keys():
         return False
-    figures = [each for name, each in value.items() if name in ("predicted", "measured") and each is not None]
-    return all(isinstance(each, int | float) and 0 <= each < math.inf for each in figures)
+    figures = [figure for name, figure in value.items() if name in ("predicted", "measured") and figure is not None]
+    return all(isinstance(figure, int | float) and 0 <= figure < math.inf for figure in figures)
 
 
 def calibration_of_run(folder: Path, cluster: Cluster) -> Calibration:
@@ -142,21 +142,21 @@ def calibration_of_run(folder: Path, cluster: Cluster) -> Calibration:
 
 def calibration_from_runs(runs: Sequence[tuple[Plan, Mapping[str, Any]]], start: Calibration) -> Calibration:
     """Return ``start`` with what the runs measured: times of nodes, and memory of processes."""
-    found = dict(start)
+    calibration = dict(start)
     kinds = {host.gpu: plan.cluster.gpus[host.gpu] for plan, _ in runs for host in plan.cluster.hosts}
     for kind, gpu in sorted(kinds.items()):
         base = start.get(kind) or default_efficiency(gpu)
         of_kind = [run for run in runs if any(host.gpu == kind for host in run[0].cluster.hosts)]
         nodes = [node for plan, report in of_kind for node in measured_nodes(plan, report, start)]
-        found[kind] = fit_efficiency([node for node in nodes if not node.engine], base)
+        calibration[kind] = fit_efficiency([node for node in nodes if not node.engine], base)
         for engine in sorted({role.engine for plan, _ in of_kind for role in plan.recipe.roles.values()}):
-            own = start.get(engine_key(kind, engine), base)
-            fitted = fit_efficiency([node for node in nodes if node.engine == engine], own)
+            before = start.get(engine_key(kind, engine), base)
+            fitted = fit_efficiency([node for node in nodes if node.engine == engine], before)
             differences = [gib for plan, report in of_kind for gib in _unexplained_gib(plan, report, engine)]
             if differences:
                 fitted = replace(fitted, process_gib=max(0.0, fitted.process_gib + median(differences)))
-            found[engine_key(kind, engine)] = fitted
-    return found
+            calibration[engine_key(kind, engine)] = fitted
+    return calibration
 
 
 def measured_nodes(plan: Plan, report: Mapping[str, Any], calibration: Calibration) -> list[MeasuredNode]:
@@ -176,12 +176,14 @@ def measured_nodes(plan: Plan, report: Mapping[str, Any], calibration: Calibrati
     if len(plan.workload.copies) == 1 and "copy" in measured:
         [sync] = plan.workload.copies
         source, target = demands[sync.source], demands[sync.target]
-        given, followed = (plan.roles[role].layout.num_gpus for role in (sync.source, sync.target))
+        source_gpus, target_gpus = (plan.roles[role].layout.num_gpus for role in (sync.source, sync.target))
         same = set(plan.roles[sync.source].bundles) == set(plan.roles[sync.target].bundles)
         speed = _speed(plan, sync.target, calibration)
 
         def predict_sync(efficiency: Efficiency) -> float:
-            return weight_sync_seconds(source, target, given, followed, _with(speed, efficiency), same_gpus=same)
+            return weight_sync_seconds(
+                source, target, source_gpus, target_gpus, _with(speed, efficiency), same_gpus=same
+            )
 
         nodes.append(MeasuredNode(target.engine, ("sync_s",), predict_sync, measured["copy"]))
     return nodes

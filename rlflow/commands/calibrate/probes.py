@@ -97,11 +97,11 @@ def recipe_of(probe: Probe) -> dict[str, Any]:
     }
 
 
-def untrained_lengths(most: int) -> list[int]:
+def untrained_lengths(max_tokens: int) -> list[int]:
     """Return equally likely lengths of responses that end after each token with the same small chance."""
     ends = 1 / (len(_CHARACTERS) + 1)
     quantiles = [(index + 0.5) / 16 for index in range(16)]
-    survivors = [(1 - ends) ** tokens for tokens in range(1, most)]
+    survivors = [(1 - ends) ** tokens for tokens in range(1, max_tokens)]
     return [1 + sum(survivor > 1 - quantile for survivor in survivors) for quantile in quantiles]
 
 

@@ -28,7 +28,7 @@ def read_arguments(script: str) -> Arguments:
     else:
         words = [word for words in read.commands for word in words if re.match(r"\+{0,2}\w+(\.\w+)+=", word)]
     values = dict[str, Any]()
-    remarks = {f"${name}": _describe_choice(found) for name, found in read.choices.items()}
+    remarks = {f"${name}": _describe_choice(values_of_name) for name, values_of_name in read.choices.items()}
     for word in words:
         key, value, remark = _read(word)
         if remark:

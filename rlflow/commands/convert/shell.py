@@ -207,14 +207,14 @@ class _Reader:
 
     def _variable(self, node: "Node") -> str:
         """Return the value of ``$name``, ``${name}`` and ``${name:-default}``; for an unknown variable ``$name``."""
-        name, *others = [child for child in node.children if _text(child) not in ("$", "${", "}")] or [node]
+        name, *operators = [child for child in node.children if _text(child) not in ("$", "${", "}")] or [node]
         known = self._variables.get(_text(name))
-        how = _text(others[0]) if others else ""
+        how = _text(operators[0]) if operators else ""
         if how in (":-", ":=", "-", "=") and not known:
-            return self._joined(node, others[0].end_byte, node.end_byte - 1)
+            return self._joined(node, operators[0].end_byte, node.end_byte - 1)
         if known is not None and how in ("", ":-", ":=", "-", "="):
             return known
-        return f"${_text(name)}" if name.type == "variable_name" and not others else _text(node)
+        return f"${_text(name)}" if name.type == "variable_name" and not operators else _text(node)
 
     def _number(self, node: "Node") -> int | None:
         """Return the value of a sum or product; None if only the shell knows it."""

@@ -63,8 +63,8 @@ def convert(script: str) -> Converted:
     content["checkpoints"] = {"every": every if every > 0 else content["steps"], **({"keep": keep} if keep else {})}
     cluster = f"{arguments.get('trainer.nnodes')}x{arguments.get('trainer.n_gpus_per_node')}"
     for key in arguments.values.keys() - arguments.used:
-        found = next((why for pattern, why in WITHOUT_PLACE.items() if fnmatch(key, pattern)), "not known to rlflow")
-        arguments.note(f"{key}={arguments.values[key]}", found)
+        reason = next((why for pattern, why in WITHOUT_PLACE.items() if fnmatch(key, pattern)), "not known to rlflow")
+        arguments.note(f"{key}={arguments.values[key]}", reason)
     return Converted(_recipe_text(content, cards), cluster, dict(sorted(arguments.remarks.items())))
 
 

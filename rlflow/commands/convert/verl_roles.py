@@ -22,11 +22,11 @@ def model_card(name: str, path: str, models: dict[str, Any], arguments: Argument
     variant = _VARIANT.sub("", Path(path).name).lower()
     similar = None
     for file in sorted((CONF / "model").glob("*.yaml")):
-        found = re.search(r"^architecture_of: (.+)$", file.read_text(), re.MULTILINE)
-        if found and found[1] == path:
+        card = re.search(r"^architecture_of: (.+)$", file.read_text(), re.MULTILINE)
+        if card and card[1] == path:
             return file.stem
-        if found and _VARIANT.sub("", found[1].rpartition("/")[2]).lower() == variant:
-            similar = file.stem, found[1]
+        if card and _VARIANT.sub("", card[1].rpartition("/")[2]).lower() == variant:
+            similar = file.stem, card[1]
     if similar is None:
         models[name] = {"path": path}
         arguments.remarks.setdefault(

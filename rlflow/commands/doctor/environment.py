@@ -49,16 +49,17 @@ def report() -> Iterator[tuple[str, list[Finding]]]:
     with ThreadPoolExecutor(8) as probes:
         present = [library for library in LIBRARIES if installed(library) is not None]
         imports = {
-            each: probes.submit(probe, "importing", module_name(each), seconds=_IMPORT_SECONDS) for each in present
+            library: probes.submit(probe, "importing", module_name(library), seconds=_IMPORT_SECONDS)
+            for library in present
         }
         cuda = probes.submit(probe, "cuda", seconds=_ANSWER_SECONDS) if "torch" in present else None
         ray = probes.submit(probe, "ray_hosts", seconds=_ANSWER_SECONDS) if "ray" in present else None
         gpus, linked = probes.submit(devices), probes.submit(links)
         sandbox = probes.submit(probe, "sandbox", seconds=_ANSWER_SECONDS)
         yield f"rlflow {__version__}", [system(), *resources(machine())]
-        found, problem = gpus.result()
-        yield "GPUs", [*gpu_findings(found, problem, linked.result()), *cuda_findings(found, cuda)]
-        yield "Libraries", [library_finding(each, imports.get(each), bool(found)) for each in LIBRARIES]
+        gpus_here, problem = gpus.result()
+        yield "GPUs", [*gpu_findings(gpus_here, problem, linked.result()), *cuda_findings(gpus_here, cuda)]
+        yield "Libraries", [library_finding(library, imports.get(library), bool(gpus_here)) for library in LIBRARIES]
         yield "Ray", [ray_finding(ray, os.environ.get("RAY_ADDRESS"))]
         yield "Rewards", [sandbox_finding(sandbox)]
         if variables := variable_findings(os.environ):
@@ -88,15 +89,15 @@ def resources(has: Machine) -> list[Finding]:
     return findings
 
 
-def gpu_findings(found: list[Device], problem: str | None, linked: "Counter[str]") -> list[Finding]:
+def gpu_findings(gpus: list[Device], problem: str | None, linked: "Counter[str]") -> list[Finding]:
     """Report each GPU and the links between them."""
     if problem:
         fix = "install or repair the NVIDIA driver until nvidia-smi works"
         return [Finding("nvidia-smi", problem, fix=fix, broken=True)]
-    if not found:
+    if not gpus:
         return [Finding("GPUs", "none, or no NVIDIA driver: recipes run on the CPU")]
-    findings = [Finding("driver", ", ".join(sorted({gpu.driver for gpu in found})))]
-    for gpu in found:
+    findings = [Finding("driver", ", ".join(sorted({gpu.driver for gpu in gpus})))]
+    for gpu in gpus:
         memory = "memory unknown" if gpu.memory_gib is None else f"{gpu.memory_gib:.1f} GiB"
         used = "" if gpu.used_gib is None else f", {gpu.used_gib:.1f} in use"
         used += f" by {_count(gpu.processes, 'process')}" if gpu.processes else ""
@@ -117,19 +118,19 @@ def cuda_findings(gpus: list[Device], probe_result: "Future[tuple[Any, str | Non
     """Report whether torch can use the GPUs."""
     if probe_result is None:
         return []
-    found, problem = probe_result.result()
-    if not gpus and (problem or not found["gpus"]):
+    cuda, problem = probe_result.result()
+    if not gpus and (problem or not cuda["gpus"]):
         return []
     if problem:
         fix = "install a driver that supports torch's CUDA version; nvidia-smi shows which one the driver supports"
         return [Finding("torch on GPU", problem, fix=fix, broken=True)]
-    if found["built_for"] is None:
+    if cuda["built_for"] is None:
         torch = f"torch{version_range(requirement_of('torch'))}"
         fix = f"install a build for CUDA from PyPI: pip install --force-reinstall '{torch}'"
         return [Finding("torch on GPU", "torch is built only for the CPU", fix=fix, broken=True)]
-    fact = f"uses {found['gpus']} of {len(gpus)} GPUs; built for CUDA {found['built_for']}, NCCL {found['nccl']}"
+    fact = f"uses {cuda['gpus']} of {len(gpus)} GPUs; built for CUDA {cuda['built_for']}, NCCL {cuda['nccl']}"
     # With MIG, CUDA gives a process at most one slice.
-    few = found["gpus"] < len(gpus) and all(gpu.slice is None for gpu in gpus)
+    few = cuda["gpus"] < len(gpus) and all(gpu.slice is None for gpu in gpus)
     return [Finding("torch on GPU", fact, fix="unset CUDA_VISIBLE_DEVICES to use all" if few else None)]
 
 
@@ -139,10 +140,10 @@ def library_finding(library: str, probe_result: "Future[tuple[Any, str | None]] 
         supported = f"rlflow needs {version_range(requirement_of(library))}"
     except (PackageNotFoundError, StopIteration):
         return Finding(library, "rlflow is not installed as a package", fix="pip install -e .", broken=True)
-    found = installed(library)
-    if found is None:
+    distribution_and_version = installed(library)
+    if distribution_and_version is None:
         return Finding(library, f"not installed; {supported}", fix=install_command(library))
-    distribution, version = found
+    distribution, version = distribution_and_version
     fact = f"{distribution} {version}; {supported}"
     if not is_supported(library, version):
         return Finding(library, fact, fix=install_command(library, distribution), broken=True)
@@ -219,7 +220,7 @@ def recipes() -> list[Finding]:
         if any(role.lora for role in roles) and installed("peft") is None:
             missing.append("peft")
         without = f"; not installed: {', '.join(missing)}" if missing else ""
-        extras = {"peft" if each == "peft" else engine_kind(each).package or "train" for each in missing}
+        extras = {"peft" if engine == "peft" else engine_kind(engine).package or "train" for engine in missing}
         fix = f"pip install 'rlflow[{','.join(sorted(extras))}]'"
         findings.append(Finding(path.stem, f"engines {', '.join(engines)}{without}", fix=fix if missing else None))
     findings.append(Finding("does it fit?", "rlflow recipe=NAME cluster=auto dry_run=true"))

@@ -62,16 +62,16 @@ CHECKS = (
 
 def report() -> Iterator[tuple[str, list[Finding]]]:
     """Yield the title and the findings of each check, in order."""
-    found, problem = devices()
-    if problem or not found:
+    gpus, problem = devices()
+    if problem or not gpus:
         fact = problem or "nvidia-smi lists no GPU"
         yield "GPUs", [Finding("GPUs", fact, fix="run this on a machine with a GPU and its driver", broken=True)]
         return
-    names = ", ".join(f"{gpu.name} ({gpu.memory_gib or 0:.1f} GiB)" for gpu in found)
+    names = ", ".join(f"{gpu.name} ({gpu.memory_gib or 0:.1f} GiB)" for gpu in gpus)
     yield "GPUs", [Finding("GPUs", names)]
     deadline = time.monotonic() + TOTAL_S
     for check in CHECKS:
-        yield check.title, run_check(check, found, deadline - time.monotonic())
+        yield check.title, run_check(check, gpus, deadline - time.monotonic())
 
 
 def verdict(broken: int) -> str:
@@ -105,8 +105,12 @@ def run_check(check: Check, gpus: list[Device], remaining_s: float, device: str 
     except (IndexError, ValueError):
         return [Finding("failed", f"'{' '.join(command[1:3])}' printed no result", broken=True)]
     return [
-        Finding(each["name"], f"{each['measured']}; expected {each['expected']}", broken=not each["passed"])
-        for each in measurements
+        Finding(
+            measurement["name"],
+            f"{measurement['measured']}; expected {measurement['expected']}",
+            broken=not measurement["passed"],
+        )
+        for measurement in measurements
     ]
 
 

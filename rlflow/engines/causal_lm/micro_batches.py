@@ -63,9 +63,9 @@ def build_equal_micro_batches(sequences: Sequences, max_tokens: int) -> tuple[li
         pieces = build_micro_batches(sequences, max_tokens)
         return pieces, len(pieces)
     device = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
-    largest_count = torch.tensor(num_micro_batches(sequences, max_tokens), device=device)
-    torch.distributed.all_reduce(largest_count, torch.distributed.ReduceOp.MAX)
-    return repeat_shortest_row(build_micro_batches(sequences, max_tokens, int(largest_count)), sequences, int(largest_count))
+    count = torch.tensor(num_micro_batches(sequences, max_tokens), device=device)
+    torch.distributed.all_reduce(count, torch.distributed.ReduceOp.MAX)
+    return repeat_shortest_row(build_micro_batches(sequences, max_tokens, int(count)), sequences, int(count))
 
 
 def repeat_shortest_row(pieces: list[Index], sequences: Sequences, count: int) -> tuple[list[Index], int]:

@@ -146,8 +146,8 @@ def check_finite(role: str, weights: "Iterable[tuple[str, Tensor]]", when: str) 
         return
     finite = torch.stack([pair.float() for pair in extremes.values()]).isfinite().all(dim=1).tolist()
     if broken := [name for name, is_finite in zip(extremes, finite, strict=True) if not is_finite]:
-        others = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
+        and_more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
         raise EngineError(
-            f"role {role}: {broken[0]}{others} of {len(finite)} weights are not finite {when}, and are not used.\n"
+            f"role {role}: {broken[0]}{and_more} of {len(finite)} weights are not finite {when}, and are not used.\n"
             f"  Fix: if training caused this, start a new run with a lower roles.{role}.optimizer.learning_rate."
         )

@@ -227,11 +227,11 @@ class _Session:
     def _submit(self, rows: Ints, partial: Rollouts | None) -> dict[int, int]:
         """Start or resume rows. Return those whose responses are recorded, with their lengths."""
         samples, done = self._samples(rows), {}
-        found, recorded = self._recorded.find(samples, self._sampling)
+        recorded_rows, recorded = self._recorded.find(samples, self._sampling)
         if recorded is not None:
-            done = dict(zip(rows[found].tolist(), recorded.response_ids.lengths.tolist(), strict=True))
+            done = dict(zip(rows[recorded_rows].tolist(), recorded.response_ids.lengths.tolist(), strict=True))
             self._done |= {row: (recorded, place) for place, row in enumerate(done)}
-            missing = np.delete(np.arange(len(rows)), found)
+            missing = np.delete(np.arange(len(rows)), recorded_rows)
             rows, samples = rows[missing], samples.take(missing)
             if not len(rows):
                 return done

@@ -59,7 +59,7 @@ def restore_shards(spec: EngineSpec, folder: Path, state: TrainedState) -> None:
     problems: list[str | None] = [problem] * spec.world_size
     if spec.world_size > 1:
         all_gather_object(problems, problem, group=files_group())
-    if reasons := [each for each in problems if each]:
+    if reasons := [reason for reason in problems if reason]:
         raise EngineError(
             f"role {spec.role}: '{folder}' cannot be restored ({make_printable(reasons[0])}).\n"
             "  Fix: move this checkpoint out of the run's folder; resume=FOLDER then takes the one before."

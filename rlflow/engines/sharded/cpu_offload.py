@@ -100,11 +100,11 @@ def _nested_tensors(value: Any, depth: int) -> "Iterator[Tensor]":
     if isinstance(value, torch.Tensor):
         yield value.data
     elif depth and isinstance(value, dict):
-        for each in value.values():
-            yield from _nested_tensors(each, depth - 1)
+        for item in value.values():
+            yield from _nested_tensors(item, depth - 1)
     elif depth and isinstance(value, list | tuple):
-        for each in value:
-            yield from _nested_tensors(each, depth - 1)
+        for item in value:
+            yield from _nested_tensors(item, depth - 1)
     elif depth and is_dataclass(value):
         # DeepSpeed's buckets, in which gradients are collected before they are reduced.
         yield from _nested_tensors(vars(value), depth)

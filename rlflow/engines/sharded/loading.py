@@ -105,8 +105,8 @@ def _layers(state_dict: Mapping[str, Unread]) -> Iterator[dict[str, Unread]]:
     """Yield the entries of each layer, and entries outside of layers one by one."""
     layers: dict[str, dict[str, Unread]] = {}
     for name, unread in state_dict.items():
-        found = _LAYER.match(name)
-        layers.setdefault(found[0] if found else name, {})[name] = unread
+        layer = _LAYER.match(name)
+        layers.setdefault(layer[0] if layer else name, {})[name] = unread
     yield from layers.values()
 
 

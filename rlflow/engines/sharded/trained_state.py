@@ -73,8 +73,8 @@ class TrainedState:
             values = fragment.get_hp_fragment(moment)
         else:
             values = self._torch_optimizer.state[weight][moment] if moment else weight
-        own: Tensor = values.detach().view(-1)[: self.get_range(name)[1]]
-        return own
+        trained_range: Tensor = values.detach().view(-1)[: self.get_range(name)[1]]
+        return trained_range
 
     def names_to_write(self) -> Sequence[str]:
         """Return the weights of which this rank writes its range."""

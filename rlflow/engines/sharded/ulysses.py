@@ -45,11 +45,11 @@ class Ulysses:
     def gather(self, values: Tensor, tokens: Index, count: int) -> Tensor:
         """Return [T, ...] from each rank's ``values`` for its ``tokens``. Gradients flow to this rank's values only."""
         places = torch.from_numpy(tokens).to(values.device)
-        own = values.new_zeros(count, *values.shape[1:]).index_copy(0, places, values)
-        summed = own.detach().clone()
+        local = values.new_zeros(count, *values.shape[1:]).index_copy(0, places, values)
+        summed = local.detach().clone()
         all_reduce(summed, group=self._group)
         # Each rank's values are zero in all places but its own, so the sum is exact.
-        return own + (summed - own.detach())
+        return local + (summed - local.detach())
 
     def _exchange(self, pieces: Tensor) -> Tensor:
         received: Tensor = _AllToAll.apply(pieces, self._group)  # type: ignore[no-untyped-call]
@@ -60,12 +60,12 @@ def shard_stream(stream: Stream, rank: int, size: int) -> tuple[Stream, Index]:
     """Return the tokens of ``rank`` of ``size``, without attention, and which predictors are among them."""
     stream = order_by_rank(stream, size)
     length = len(stream.ids) // size
-    own = slice(rank * length, (rank + 1) * length)
+    local = slice(rank * length, (rank + 1) * length)
     tokens = np.flatnonzero(stream.predictors // length == rank)
     shard = replace(
         stream,
-        ids=stream.ids[own],
-        positions=stream.positions[own],
+        ids=stream.ids[local],
+        positions=stream.positions[local],
         predictors=stream.predictors[tokens] - rank * length,
         blocks=(),
         owners=stream.owners[:0],

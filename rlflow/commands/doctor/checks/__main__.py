@@ -16,7 +16,7 @@ def main() -> None:
     try:
         check = getattr(import_module(f"rlflow.commands.doctor.checks.{module}"), function)
         measurements = check(device, **json.loads(options))
-        print("\n" + json.dumps([asdict(each) for each in measurements]), flush=True)
+        print("\n" + json.dumps([asdict(measurement) for measurement in measurements]), flush=True)
     except Exception as error:  # any error of a library is a result of the check
         traceback.print_exc()
         print(f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}", file=sys.stderr)

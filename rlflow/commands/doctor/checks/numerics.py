@@ -63,12 +63,12 @@ def _attention(
     layout = PackedLayout(stream, torch.device(device))
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, count, len(stream.ids), size) for count in (query_heads, key_heads, key_heads)]
-    given = [torch.randn(shape, generator=generator).to(device, torch.bfloat16) for shape in shapes]
+    tensors = [torch.randn(shape, generator=generator).to(device, torch.bfloat16) for shape in shapes]
     direction = torch.randn((1, len(stream.ids), query_heads, size), generator=generator).to(device)
 
     def attended(dtype: torch.dtype) -> "list[Tensor]":
         """Return the output and the gradients of query, key and value, in float32."""
-        inputs = [tensor.to(dtype).requires_grad_() for tensor in given]
+        inputs = [tensor.to(dtype).requires_grad_() for tensor in tensors]
         query, key, value = inputs
         out = layout.attend(0, query, key, value, size**-0.5, kernel)
         gradients = torch.autograd.grad(out.float(), inputs, direction)
@@ -129,9 +129,9 @@ def output_layer(
     return measurements
 
 
-def _relative(given: "Tensor", expected: "Tensor") -> float:
+def _relative(values: "Tensor", expected: "Tensor") -> float:
     """Return the norm of the difference over the norm of ``expected``; infinite for numbers that are not finite."""
     import torch
 
-    error = float(torch.linalg.vector_norm(given - expected) / torch.linalg.vector_norm(expected))
+    error = float(torch.linalg.vector_norm(values - expected) / torch.linalg.vector_norm(expected))
     return error if np.isfinite(error) else float("inf")

@@ -38,13 +38,13 @@ def sleep(
         before = free_gib()
         spec = spec_of(architecture, layout, "Generates", device=device, max_model_len=16 + max_tokens)
         engine: Any = engine_kind("vllm").engine(spec)
-        given, sampling = prompts_of(prompts, 16), Sampling(max_tokens=max_tokens)
-        first = engine.generate(given, sampling)
+        batch, sampling = prompts_of(prompts, 16), Sampling(max_tokens=max_tokens)
+        first = engine.generate(batch, sampling)
         awake = free_gib()
         engine.sleep()
         asleep = free_gib()
         engine.wake()
-        again = engine.generate(given, sampling)
+        again = engine.generate(batch, sampling)
         num_equal = sum(one == other for one, other in zip(first.texts, again.texts, strict=True))
     measurements = [
         Measurement(

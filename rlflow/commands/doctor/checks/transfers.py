@@ -21,21 +21,21 @@ def ipc_copy(device: str, *, shape: tuple[int, int] = _EMBEDDING) -> list[Measur
     import torch
     import torch.multiprocessing as processes
 
-    given = (
+    embedding = (
         torch.arange(shape[0] * shape[1], dtype=torch.int32).remainder_(251).to(torch.bfloat16).view(shape).to(device)
     )
     context = processes.get_context("spawn")
     to_child, answers = context.SimpleQueue(), context.Queue()
     child = context.Process(target=_sum_received, args=(to_child, answers), daemon=True)
     child.start()
-    to_child.put(given)
+    to_child.put(embedding)
     began = time.perf_counter()
     received = answers.get(timeout=ANSWER_TIMEOUT_S)
     seconds = time.perf_counter() - began
     # The sender's memory must outlive every use of it by the receiver.
     child.join(ANSWER_TIMEOUT_S)
-    expected = int(given.to(torch.int64).sum())
-    size = given.nbytes / 1e9
+    expected = int(embedding.to(torch.int64).sum())
+    size = embedding.nbytes / 1e9
     return [
         Measurement(
             f"copy of {size:.2f} GB to another process",

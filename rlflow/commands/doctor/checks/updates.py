@@ -86,12 +86,12 @@ def _memory(
     tokens = layout.micro_batch_tokens
     planned = total_gib(update_terms(architecture, layout, training, tokens, accumulates=False))
     planned += cached_gib(architecture, layout, training, tokens, accumulates=False)
-    most = MEMORY_BANDS[kind_of(layout, training)].high
+    max_ratio = MEMORY_BANDS[kind_of(layout, training)].high
     return Measurement(
         f"update by {label}: memory, seen from another process",
         f"{measured:.2f} GiB",
-        f"{planned:.2f} GiB by the plan, within {_MIN_RATIO:g} to {most:g} times that",
-        _MIN_RATIO * planned <= measured <= most * planned,
+        f"{planned:.2f} GiB by the plan, within {_MIN_RATIO:g} to {max_ratio:g} times that",
+        _MIN_RATIO * planned <= measured <= max_ratio * planned,
     )
 
 
