@@ -1,4 +1,4 @@
-"""The lines of a report and the measurements that they come from."""
+"""The lines of a report."""
 
 from dataclasses import dataclass
 
@@ -18,6 +18,21 @@ class Finding:
     broken: bool = False
     skipped: bool = False
     """Nothing was tested, for the reason that ``fact`` gives."""
+
+    @classmethod
+    def compare(cls, name: str, value: str, expected: str, passed: bool) -> "Finding":
+        """Return the line for a measured value beside the expected one, both as text."""
+        return cls(name, f"{value}; expected {expected}", broken=not passed)
+
+    @classmethod
+    def at_most(cls, name: str, value: float, limit: float, suffix: str = "") -> "Finding":
+        """Return the line for a value that should be finite and not above ``limit``."""
+        return cls.compare(name, f"{value:.3g}{suffix}", f"at most {limit:.3g}{suffix}", value <= limit)
+
+    @classmethod
+    def at_least(cls, name: str, value: float, limit: float, suffix: str = "") -> "Finding":
+        """Return the line for a value that should not be below ``limit``."""
+        return cls.compare(name, f"{value:.3g}{suffix}", f"at least {limit:.3g}{suffix}", value >= limit)
 
     @property
     def mark(self) -> str:
@@ -43,23 +58,3 @@ def show(console: Console, findings: list[Finding]) -> None:
         console.print(table)
     for line in captured.get().splitlines():
         console.file.write(line.rstrip() + "\n")
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """A measured value beside the expected one, both as text."""
-
-    name: str
-    measured: str
-    expected: str
-    passed: bool
-
-    @classmethod
-    def at_most(cls, name: str, value: float, limit: float, suffix: str = "") -> "Measurement":
-        """Return a measurement that passes when ``value`` is finite and not above ``limit``."""
-        return cls(name, f"{value:.3g}{suffix}", f"at most {limit:.3g}{suffix}", value <= limit)
-
-    @classmethod
-    def at_least(cls, name: str, value: float, limit: float, suffix: str = "") -> "Measurement":
-        """Return a measurement that passes when ``value`` is not below ``limit``."""
-        return cls(name, f"{value:.3g}{suffix}", f"at least {limit:.3g}{suffix}", value >= limit)

@@ -101,17 +101,9 @@ def run_check(check: Check, gpus: list[Device], remaining_s: float, device: str 
     if answer.problem:
         return [Finding("failed", f"{answer.problem} (after {took:.0f} s)", broken=True)]
     try:
-        measurements = json.loads(answer.output.splitlines()[-1])
+        return [Finding(**fields) for fields in json.loads(answer.output.splitlines()[-1])]
     except (IndexError, ValueError):
         return [Finding("failed", f"'{' '.join(command[1:3])}' printed no result", broken=True)]
-    return [
-        Finding(
-            measurement["name"],
-            f"{measurement['measured']}; expected {measurement['expected']}",
-            broken=not measurement["passed"],
-        )
-        for measurement in measurements
-    ]
 
 
 def data_sheet(gpu_name: str) -> dict[str, float | None]:

@@ -1,1 +1,1 @@
-"""Checks of a GPU, each run in a process of its own; they return measurements beside what was expected."""
+"""Checks of a GPU, each run in a process of its own; they return what was measured beside what was expected."""

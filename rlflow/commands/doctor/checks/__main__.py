@@ -9,14 +9,14 @@ from importlib import import_module
 
 
 def main() -> None:
-    """Run the check that the command line names; print its measurements as the last line."""
+    """Run the check that the command line names; print its findings as the last line."""
     target, device, options = sys.argv[1:]
     module, function = target.split(":")
     code = 0
     try:
         check = getattr(import_module(f"rlflow.commands.doctor.checks.{module}"), function)
-        measurements = check(device, **json.loads(options))
-        print("\n" + json.dumps([asdict(measurement) for measurement in measurements]), flush=True)
+        findings = check(device, **json.loads(options))
+        print("\n" + json.dumps([asdict(finding) for finding in findings]), flush=True)
     except Exception as error:  # any error of a library is a result of the check
         traceback.print_exc()
         print(f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}", file=sys.stderr)

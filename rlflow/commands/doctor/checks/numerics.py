@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlflow.batch import Packed
-from rlflow.commands.doctor.finding import Measurement
+from rlflow.commands.doctor.finding import Finding
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,7 +27,7 @@ def attention(
     *,
     heads: Sequence[tuple[int, int, int]] = ((14, 2, 64), (32, 8, 128), (16, 16, 128)),
     groups: Sequence[tuple[int, Sequence[int]]] = _GROUPS,
-) -> list[Measurement]:
+) -> list[Finding]:
     """Compare bfloat16 attention over packed rows with float32 SDPA, forward and backward.
 
     ``heads`` lists (query heads, key-value heads, head size).
@@ -37,16 +37,16 @@ def attention(
 
     kernels = {"torch": torch_varlen_attention} | ({"flash-attn": flash_varlen_attention} if has_flash_attn() else {})
     return [
-        measurement
+        finding
         for name, kernel in kernels.items()
         for query_heads, key_heads, size in heads
-        for measurement in _attention(device, name, kernel, (query_heads, key_heads, size), groups)
+        for finding in _attention(device, name, kernel, (query_heads, key_heads, size), groups)
     ]
 
 
 def _attention(
     device: str, name: str, kernel: Any, heads: tuple[int, int, int], groups: Sequence[tuple[int, Sequence[int]]]
-) -> list[Measurement]:
+) -> list[Finding]:
     import torch
 
     from rlflow.engines.causal_lm.attention import PackedLayout
@@ -79,14 +79,14 @@ def _attention(
     ]
     what = f"attention by {name}, {query_heads} heads on {key_heads} of {size}"
     return [
-        Measurement.at_most(f"{what}: output", errors[0], _FORWARD_ERROR),
-        Measurement.at_most(f"{what}: gradients", max(errors[1:]), _GRADIENT_ERROR),
+        Finding.at_most(f"{what}: output", errors[0], _FORWARD_ERROR),
+        Finding.at_most(f"{what}: gradients", max(errors[1:]), _GRADIENT_ERROR),
     ]
 
 
 def output_layer(
     device: str, *, tokens: int = 2048, hidden_size: int = 896, vocabulary: int = 151_936
-) -> list[Measurement]:
+) -> list[Finding]:
     """Compare the chunked output layer with a plain float32 softmax, and its memory with that of all logits."""
     import torch
 
@@ -114,10 +114,10 @@ def output_layer(
     plain = torch.autograd.grad(chosen.sum() + 0.1 * entropies.sum(), plain_inputs)
     what = f"output layer, vocabulary {vocabulary}"
     errors = (scores - torch.stack([chosen, entropies], dim=1)).detach().abs().amax(0)
-    measurements = [
-        Measurement.at_most(f"{what}: logprobs", float(errors[0]), _LOGPROB_ERROR),
-        Measurement.at_most(f"{what}: entropies", float(errors[1]), _LOGPROB_ERROR),
-        Measurement.at_most(
+    findings = [
+        Finding.at_most(f"{what}: logprobs", float(errors[0]), _LOGPROB_ERROR),
+        Finding.at_most(f"{what}: entropies", float(errors[1]), _LOGPROB_ERROR),
+        Finding.at_most(
             f"{what}: gradients",
             max(_relative(one.float(), other) for one, other in zip(gradients, plain, strict=True)),
             _GRADIENT_ERROR,
@@ -125,8 +125,8 @@ def output_layer(
     ]
     if on_gpu:
         share = peak / (4 * tokens * vocabulary)
-        measurements.append(Measurement.at_most(f"{what}: peak memory", share, 1.0, " of all logits"))
-    return measurements
+        findings.append(Finding.at_most(f"{what}: peak memory", share, 1.0, " of all logits"))
+    return findings
 
 
 def _relative(values: "Tensor", expected: "Tensor") -> float:

@@ -7,7 +7,7 @@ from typing import Any
 
 from rlflow.commands.calibrate.probes import run
 from rlflow.commands.doctor.checks.models import HALF_BILLION, free_memory_in_another_process, prompts_of, spec_of
-from rlflow.commands.doctor.finding import Measurement
+from rlflow.commands.doctor.finding import Finding
 from rlflow.engines.base import Sampling
 from rlflow.engines.registry import engine_kind
 from rlflow.resources.layout import Layout
@@ -31,7 +31,7 @@ _WIDE = (
 
 def sleep(
     device: str, *, architecture: Architecture = HALF_BILLION, prompts: int = 32, max_tokens: int = 64
-) -> list[Measurement]:
+) -> list[Finding]:
     """Generate, sleep, wake and generate again; the freed memory is measured from another process."""
     layout = Layout(micro_batch_tokens=8192, gpu_memory_utilization=_UTILIZATION, sleeps=device != "cpu")
     with free_memory_in_another_process(device) as free_gib:
@@ -46,8 +46,8 @@ def sleep(
         engine.wake()
         again = engine.generate(batch, sampling)
         num_equal = sum(one == other for one, other in zip(first.texts, again.texts, strict=True))
-    measurements = [
-        Measurement(
+    findings = [
+        Finding.compare(
             "vllm after sleep and wake: equal responses",
             f"{num_equal} of {prompts}",
             # Batches may form differently, and bfloat16 then rounds differently. Broken weights would leave none equal.
@@ -58,13 +58,13 @@ def sleep(
     if device.startswith("cuda"):
         name = f"vllm asleep, {asleep - awake:.2f} GiB freed: memory kept, seen from another process"
         kept = total_gib(asleep_terms(architecture))
-        measurements.append(Measurement.at_most(name, before - asleep, kept + _TOLERANCE_GIB, " GiB"))
-    return measurements
+        findings.append(Finding.at_most(name, before - asleep, kept + _TOLERANCE_GIB, " GiB"))
+    return findings
 
 
 def colocated_run(
     device: str, *, cluster: str = "auto", architecture: str = _WIDE, seconds: float = 240
-) -> list[Measurement]:
+) -> list[Finding]:
     """Train a few steps of GRPO with vLLM and DeepSpeed on one GPU, with the same command that users type."""
     with tempfile.TemporaryDirectory() as folder:
         run(overrides(cluster, architecture), Path(folder), seconds)
@@ -73,8 +73,8 @@ def colocated_run(
     worst = max((abs(line["update/sampler_difference"]) for line in steps), default=float("inf"))
     what = "logprobs of sampler and trainer, mean difference"
     return [
-        Measurement("colocated run", f"{len(steps)} steps", f"{_STEPS} steps", len(steps) == _STEPS),
-        Measurement.at_most(f"colocated run: {what}", worst, _SAMPLER_DIFFERENCE),
+        Finding.compare("colocated run", f"{len(steps)} steps", f"{_STEPS} steps", len(steps) == _STEPS),
+        Finding.at_most(f"colocated run: {what}", worst, _SAMPLER_DIFFERENCE),
     ]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlflow.commands.doctor.checks.models import ANSWER_TIMEOUT_S
-from rlflow.commands.doctor.finding import Measurement
+from rlflow.commands.doctor.finding import Finding
 from rlflow.system.ports import free_port
 
 # The embedding of Qwen2.5-7B in bfloat16: 152,064 x 3,584, the largest tensor of most colocated runs.
@@ -16,7 +16,7 @@ _ROUNDS = 5
 _MIN_SHARE = 0.5
 
 
-def ipc_copy(device: str, *, shape: tuple[int, int] = _EMBEDDING) -> list[Measurement]:
+def ipc_copy(device: str, *, shape: tuple[int, int] = _EMBEDDING) -> list[Finding]:
     """Send a tensor of 1.09 GB to another process on the same GPU, as a weight sync does; compare the sums."""
     import torch
     import torch.multiprocessing as processes
@@ -37,7 +37,7 @@ def ipc_copy(device: str, *, shape: tuple[int, int] = _EMBEDDING) -> list[Measur
     expected = int(embedding.to(torch.int64).sum())
     size = embedding.nbytes / 1e9
     return [
-        Measurement(
+        Finding.compare(
             f"copy of {size:.2f} GB to another process",
             f"sum {received} after {seconds:.1f} s, its start included",
             f"sum {expected}",
@@ -59,7 +59,7 @@ def all_reduce(
     link_gb_s: float | None,
     network_gb_s: float | None,
     elements: int = 2**28,
-) -> list[Measurement]:
+) -> list[Finding]:
     """Measure the bus bandwidth of an all-reduce of 1 GiB over all GPUs of this host.
 
     The first measurement uses the links between the GPUs and expects a share of ``link_gb_s``. The second disables
@@ -69,19 +69,19 @@ def all_reduce(
     paths = [("over its links", link_gb_s, dict[str, str]())]
     if device.startswith("cuda"):
         paths.append(("over the network", network_gb_s, {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}))
-    measurements = []
+    findings = []
     for path, data_sheet, environment in paths:
         seconds = all_reduce_seconds(device, ranks, elements, environment)
         # Bus bandwidth as nccl-tests defines it: what each link carries, whatever the number of ranks.
         speed = 2 * (ranks - 1) / ranks * 4 * elements / seconds / 1e9
         name = f"all-reduce of {4 * elements / 2**30:.2g} GiB on {ranks} GPUs, {path}"
         if data_sheet is None:
-            measurements.append(
-                Measurement(name, f"{speed:.3g} GB/s", "any value: the bandwidth of this GPU is unknown", True)
+            findings.append(
+                Finding.compare(name, f"{speed:.3g} GB/s", "any value: the bandwidth of this GPU is unknown", True)
             )
         else:
-            measurements.append(Measurement.at_least(name, speed, _MIN_SHARE * data_sheet, " GB/s"))
-    return measurements
+            findings.append(Finding.at_least(name, speed, _MIN_SHARE * data_sheet, " GB/s"))
+    return findings
 
 
 def all_reduce_seconds(device: str, ranks: int, elements: int, environment: Mapping[str, str] = {}) -> float:

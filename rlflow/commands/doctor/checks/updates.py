@@ -14,7 +14,7 @@ from rlflow.commands.doctor.checks.models import (
     minibatch_of,
     spec_of,
 )
-from rlflow.commands.doctor.finding import Measurement
+from rlflow.commands.doctor.finding import Finding
 from rlflow.compiler.lower import training_memory
 from rlflow.engines.base import Sleeps
 from rlflow.engines.registry import engine_kind
@@ -43,7 +43,7 @@ def update(
     rows: int = 4,
     prompt_tokens: int = 128,
     response_tokens: int = 896,
-) -> list[Measurement]:
+) -> list[Finding]:
     """Train two steps on one GPU; compare the loss with ln(vocabulary) and the memory with the plan.
 
     An engine that can sleep then sleeps and wakes: the freed memory is measured from another process.
@@ -63,31 +63,31 @@ def update(
         first, second = (trainer.update(minibatch, NegativeLogprob()).values["loss"] for _ in range(2))
         expected = math.log(architecture.vocab_size)
         label = engine if zero_stage is None else f"{engine} ZeRO {zero_stage}"
-        measurements = [
-            Measurement.at_most(
+        findings = [
+            Finding.at_most(
                 f"update by {label}: loss {first:.3f}, relative error against ln(vocabulary)",
                 abs(first - expected) / expected,
                 _LOSS_ERROR,
             ),
-            Measurement(f"update by {label}: second loss", f"{second:.4f}", f"below {first:.4f}", second < first),
+            Finding.compare(f"update by {label}: second loss", f"{second:.4f}", f"below {first:.4f}", second < first),
         ]
         if device.startswith("cuda"):
             training = training_memory(Role(model="policy", engine=engine), spec.model)
             # torch keeps what it has reserved, so that the memory in use is that of the peak.
-            measurements.append(_memory(label, before - free_gib(), architecture, layout, training))
+            findings.append(_memory(label, before - free_gib(), architecture, layout, training))
         if sleeps:
-            measurements += _sleep(label, device, trainer, minibatch, before, free_gib, layout)
-    return measurements
+            findings += _sleep(label, device, trainer, minibatch, before, free_gib, layout)
+    return findings
 
 
 def _memory(
     label: str, measured: float, architecture: Architecture, layout: Layout, training: TrainingMemory
-) -> Measurement:
+) -> Finding:
     tokens = layout.micro_batch_tokens
     planned = total_gib(update_terms(architecture, layout, training, tokens, accumulates=False))
     planned += cached_gib(architecture, layout, training, tokens, accumulates=False)
     max_ratio = MEMORY_BANDS[kind_of(layout, training)].high
-    return Measurement(
+    return Finding.compare(
         f"update by {label}: memory, seen from another process",
         f"{measured:.2f} GiB",
         f"{planned:.2f} GiB by the plan, within {_MIN_RATIO:g} to {max_ratio:g} times that",
@@ -97,15 +97,15 @@ def _memory(
 
 def _sleep(
     label: str, device: str, trainer: Any, minibatch: Minibatch, before: float, free_gib: FreeMemory, layout: Layout
-) -> list[Measurement]:
+) -> list[Finding]:
     logprobs = trainer.logprobs(minibatch, 1.0).values.values
     awake = free_gib()
     trainer.sleep()
     asleep = free_gib()
     trainer.wake()
     again = trainer.logprobs(minibatch, 1.0).values.values
-    measurements = [
-        Measurement(
+    findings = [
+        Finding.compare(
             f"{label} after sleep and wake: logprobs",
             "equal" if np.array_equal(logprobs, again) else f"off by {np.abs(logprobs - again).max():.3g}",
             "equal bit for bit",
@@ -115,5 +115,5 @@ def _sleep(
     if device.startswith("cuda"):
         name = f"{label} asleep, {asleep - awake:.2f} GiB freed: memory kept, seen from another process"
         kept = total_gib(process_terms(layout)) + _TOLERANCE_GIB
-        measurements.append(Measurement.at_most(name, before - asleep, kept, " GiB"))
-    return measurements
+        findings.append(Finding.at_most(name, before - asleep, kept, " GiB"))
+    return findings
