@@ -8,7 +8,8 @@ Prompts come in as token ids and leave ``generate`` as rollouts. Sequences come 
 or ``evaluate`` as one number per token or response. Minibatches and a loss go into ``update``, and trained weights
 leave through ``weights()``, in ``buckets.py`` if they travel through an object store.
 
-``causal_lm/`` runs transformers models on packed sequences; every engine but ``fake`` uses it. ``serving/`` holds
-the parts of ``vllm.py``, ``sharded/`` those of ``deepspeed.py`` and of models spread over several processes.
+``causal_lm/`` runs transformers models on packed sequences; every engine but ``fake`` uses it. ``trainer.py`` holds
+what ``torch.py`` and ``deepspeed.py`` share: passes, updates, exports. ``serving/`` holds the parts of ``vllm.py``,
+``sharded/`` those of models that are spread over several processes, and checkpoints.
 ``group_progress.py`` keeps track of unfinished responses, ``memory.py`` of the memory of an engine's process.
 """

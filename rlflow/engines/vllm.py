@@ -63,7 +63,7 @@ class VllmEngine(SessionEngine):
             config = load_config(spec.model_name, folder, trust_remote_code=spec.model.trust_remote_code)
             check_model(spec, config)
             self._expected = ExpectedWeights.of(config, spec)
-            self._end_ids = merge_end_ids(*load_end_ids(folder, config), self.tokenizer.eos_token_id)
+            self._end_ids = merge_end_ids(load_end_ids(folder, config), self.tokenizer.eos_token_id)
             arguments = engine_arguments(spec, folder, config, self._expected.adapted_layers)
             self._max_model_len: int = arguments["max_model_len"]
             try:

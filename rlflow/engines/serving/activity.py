@@ -39,7 +39,7 @@ class ActivityRecorder:
 
     def __init__(self, engine: Any) -> None:
         """Record ``engine``, vLLM's LLMEngine with its core in this process."""
-        self._scheduler = find_scheduler(engine)
+        self._scheduler = getattr(find_core(engine), "scheduler", None)
         self._gpus = _GpuUtilization(engine)
         self._intervals: list[EngineActivity] = []
         self._since = self._clock()
@@ -103,11 +103,6 @@ class ActivityRecorder:
 def find_core(engine: Any) -> Any:
     """Return vLLM's EngineCore; None for an engine that has none in this process."""
     return getattr(getattr(engine, "engine_core", None), "engine_core", None)
-
-
-def find_scheduler(engine: Any) -> Any:
-    """Return vLLM's scheduler; None for an engine that has none in this process."""
-    return getattr(find_core(engine), "scheduler", None)
 
 
 class _GpuUtilization:

@@ -63,14 +63,16 @@ def load_config(name: str, folder: str, *, trust_remote_code: bool = False) -> A
         raise loading_error(name, folder, error) from None
 
 
-def load_end_ids(folder: str, config: Any) -> list[int | list[int] | None]:
+def load_end_ids(folder: str, config: Any) -> int | list[int] | None:
     """Return the end tokens of the model's generation configuration."""
     from transformers import GenerationConfig
 
     try:
-        return [GenerationConfig.from_pretrained(folder).eos_token_id]
+        generation = GenerationConfig.from_pretrained(folder)
     except OSError:
-        return [GenerationConfig.from_model_config(config).eos_token_id]
+        generation = GenerationConfig.from_model_config(config)
+    end_ids: int | list[int] | None = generation.eos_token_id
+    return end_ids
 
 
 def check_model(spec: EngineSpec, config: Any) -> None:

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _FILE_BYTES = 64 * 2**20
-_SHARED_MEMORY = Path("/dev/shm")
+# A folder whose files are held in memory, if the host has one.
+_MEMORY_FOLDER = "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class SharedFile:
 def write_shared_files(weights: "Iterable[tuple[str, Tensor]]") -> Iterator[SharedFile]:
     """Yield all ``weights`` in order, bucket by bucket; a file is deleted when the next one is requested."""
     for bucket in build_buckets(weights, _FILE_BYTES):
-        with tempfile.NamedTemporaryFile(prefix="rlflow-weights-", dir=memory_folder()) as file:
+        with tempfile.NamedTemporaryFile(prefix="rlflow-weights-", dir=_MEMORY_FOLDER) as file:
             bucket.data.tofile(file.name)
             yield SharedFile(file.name, bucket.entries)
 
@@ -97,11 +98,6 @@ def write_shared_files(weights: "Iterable[tuple[str, Tensor]]") -> Iterator[Shar
 @contextmanager
 def adapter_folder(lora: Lora, weights: "Iterable[tuple[str, Tensor]]") -> Iterator[str]:
     """Write adapters to a folder in shared memory, which is deleted on exit."""
-    with tempfile.TemporaryDirectory(prefix="rlflow-adapters-", dir=memory_folder()) as folder:
+    with tempfile.TemporaryDirectory(prefix="rlflow-adapters-", dir=_MEMORY_FOLDER) as folder:
         save_adapters(Path(folder), lora, dict(weights), None)
         yield folder
-
-
-def memory_folder() -> Path | None:
-    """Return a folder whose files are held in memory; None if the host has none."""
-    return _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None

@@ -5,5 +5,5 @@ reads a model layer by layer into ZeRO-3 shards. ``trained_state.py`` knows wher
 and ``checkpoints.py`` writes them so that any number of ranks can restore them. ``cpu_offload.py`` moves weights and
 optimizer state to host memory while the engine sleeps.
 ``ulysses.py`` splits each sequence among neighbouring ranks (sequence parallelism). The torch engine uses
-``process_group.py`` and ``ulysses.py`` too.
+``process_group.py``, ``ulysses.py`` and the checkpoints too.
 """

@@ -34,7 +34,7 @@ class TestModelFiles:
             config = load_config("policy", folder)
             again = replace(MODEL, path=folder, random_weights=False)
             read = load_model(spec(model=again), dtype=torch.float32).state_dict()
-            assert load_end_ids(folder, config) == [0]
+            assert load_end_ids(folder, config) == 0
         assert not Path(folder).exists()
         new = load_model(spec(model=MODEL, seed=3), dtype=torch.float32).state_dict()
         assert new.keys() == read.keys()
