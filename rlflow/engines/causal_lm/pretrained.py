@@ -1,10 +1,9 @@
 """Models and tokenizers of transformers: loaded from a folder or from the hub, or new with random weights."""
 
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +20,12 @@ if TYPE_CHECKING:
 END_TOKEN = "<|end|>"
 # Configuration keys of models that change their logits after the output layer.
 _CHANGES_OF_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+# The classes of transformers that have each head.
+_AUTO_CLASSES: Mapping[Head, str] = {
+    "vocabulary": "AutoModelForCausalLM",
+    "value": "AutoModelForTokenClassification",
+    "reward": "AutoModelForSequenceClassification",
+}
 # The names of a value head's and a reward head's weights in transformers.
 _HEAD_WEIGHTS = {"score.weight", "score.bias"}
 _OTHER_MODEL = "another model, or a role that only generates, with engine: vllm"
@@ -42,8 +47,11 @@ def load_tokenizer(name: str, model: Model) -> "PreTrainedTokenizerBase":
     # Imported late, because it takes seconds: it imports the models of transformers, and torch.
     from transformers import AutoTokenizer
 
-    load = partial(AutoTokenizer.from_pretrained, trust_remote_code=model.trust_remote_code)
-    return _load(name, model.path, load)
+    with loading_from(name, model.path):
+        loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            model.path, trust_remote_code=model.trust_remote_code
+        )
+        return loaded
 
 
 def load_model(spec: EngineSpec, *, dtype: "dtype", device: str | None = None) -> "PreTrainedModel":
@@ -53,60 +61,17 @@ def load_model(spec: EngineSpec, *, dtype: "dtype", device: str | None = None) -
     that is trained; a model with another role must bring its own. So must a language model, unless its output layer is
     that of the embeddings.
     """
-    name, model, head = spec.model_name, spec.model, choose_head(spec.capabilities)
-    _check_folder(name, model)
+    _check_folder(spec.model_name, spec.model)
     import torch
-    from transformers import (
-        AutoConfig,
-        AutoModelForCausalLM,
-        AutoModelForSequenceClassification,
-        AutoModelForTokenClassification,
-    )
     from transformers.utils import logging
 
-    from rlflow.engines.causal_lm.attention import FLASH_NAME, NAME
-
-    attention = FLASH_NAME if choose_attention(spec) == "flash_attention_2" else NAME
     # Progress bars would interfere with the run's own display.
     logging.disable_progress_bar()
-    auto = {
-        "vocabulary": AutoModelForCausalLM,
-        "value": AutoModelForTokenClassification,
-        "reward": AutoModelForSequenceClassification,
-    }[head]
-    extra: dict[str, Any] = {} if head == "vocabulary" else {"num_labels": 1}
+    head = choose_head(spec.capabilities)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)
-        if model.path is not None:
-            load = lambda path: auto.from_pretrained(  # noqa: E731
-                path,
-                dtype=dtype,
-                attn_implementation=attention,
-                output_loading_info=True,
-                use_safetensors=True,  # other files of weights are pickles
-                trust_remote_code=model.trust_remote_code,
-                **extra,
-            )
-            # transformers warns that a value or reward head is new, which is expected.
-            with nullcontext() if head == "vocabulary" else _without_warnings():
-                built, loaded = _load(name, model.path, load)
-            new = _HEAD_WEIGHTS if "Trains" in spec.capabilities else set()
-            _check_complete(name, model.path, head, set(loaded["missing_keys"]) - new)
-        else:
-            tokenizer = load_tokenizer(name, model)
-            config = AutoConfig.for_model(**_config_fields(model), eos_token_id=tokenizer.eos_token_id, **extra)
-            built = auto.from_config(config, dtype=dtype, attn_implementation=attention)
-    layers = set(getattr(built.config, "layer_types", None) or ())
-    if layers - {"full_attention"}:
-        fact = f"layers of {', '.join(sorted(layers - {'full_attention'}))} are not supported"
-        raise RecipeError(f"models.{name}.path", fact, fix=_OTHER_MODEL)
-    for key in _CHANGES_OF_LOGITS if head == "vocabulary" else ():
-        if (value := getattr(built.config, key, None)) not in (None, 1):
-            raise RecipeError(
-                f"models.{name}.path",
-                f"logits that the model changes after its output layer ({key} {value}) are not supported",
-                fix=_OTHER_MODEL,
-            )
+        built = _build_model(spec, head, dtype)
+    _check_supported(spec.model_name, head, built.config)
     # With dropout, the trained policy would differ from the one that generated the responses.
     for module in built.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -114,6 +79,46 @@ def load_model(spec: EngineSpec, *, dtype: "dtype", device: str | None = None) -
     if head == "reward":
         _return_all_rewards(built)
     return built.eval().to(device or spec.device)
+
+
+def _build_model(spec: EngineSpec, head: Head, dtype: "dtype") -> Any:
+    """Load the model of a role from its path, or create it with random weights."""
+    import transformers
+
+    from rlflow.engines.causal_lm.attention import FLASH_NAME, NAME
+
+    name, model, auto = spec.model_name, spec.model, getattr(transformers, _AUTO_CLASSES[head])
+    attention = FLASH_NAME if choose_attention(spec) == "flash_attention_2" else NAME
+    extra: dict[str, Any] = {} if head == "vocabulary" else {"num_labels": 1}
+    if model.path is None:
+        end_id = load_tokenizer(name, model).eos_token_id
+        config = transformers.AutoConfig.for_model(**_config_fields(model), eos_token_id=end_id, **extra)
+        return auto.from_config(config, dtype=dtype, attn_implementation=attention)
+    # transformers warns that a value or reward head is new, which is expected.
+    with loading_from(name, model.path), nullcontext() if head == "vocabulary" else _without_warnings():
+        built, loaded = auto.from_pretrained(
+            model.path,
+            dtype=dtype,
+            attn_implementation=attention,
+            output_loading_info=True,
+            use_safetensors=True,  # other files of weights are pickles
+            trust_remote_code=model.trust_remote_code,
+            **extra,
+        )
+    new = _HEAD_WEIGHTS if "Trains" in spec.capabilities else set()
+    _check_complete(name, model.path, head, set(loaded["missing_keys"]) - new)
+    return built
+
+
+def _check_supported(name: str, head: Head, config: Any) -> None:
+    """Raise RecipeError for layers other than full attention, and for logits that change after the output layer."""
+    if layers := set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
+        fact = f"layers of {', '.join(sorted(layers))} are not supported"
+        raise RecipeError(f"models.{name}.path", fact, fix=_OTHER_MODEL)
+    for key in _CHANGES_OF_LOGITS if head == "vocabulary" else ():
+        if (value := getattr(config, key, None)) not in (None, 1):
+            fact = f"logits that the model changes after its output layer ({key} {value}) are not supported"
+            raise RecipeError(f"models.{name}.path", fact, fix=_OTHER_MODEL)
 
 
 def save_model(
@@ -197,14 +202,16 @@ def _check_folder(name: str, model: Model) -> None:
         raise RecipeError(f"models.{name}.path", fact, fix="name a folder that save_pretrained wrote")
 
 
-def _load(name: str, path: str, load: Callable[[str], Any]) -> Any:
+@contextmanager
+def loading_from(name: str, path: str) -> Iterator[None]:
+    """Turn any error in loading a model, tokenizer or configuration of ``models.<name>`` into a RecipeError."""
     try:
-        return load(path)
+        yield
     except Exception as error:  # the libraries below raise errors of many kinds for a damaged file
-        raise loading_error(name, path, error) from None
+        raise _loading_error(name, path, error) from None
 
 
-def loading_error(name: str, path: str, error: Exception) -> RecipeError:
+def _loading_error(name: str, path: str, error: Exception) -> RecipeError:
     """Return the error for a model, tokenizer or configuration at ``path`` that transformers could not load."""
     where = f"models.{name}.path"
     if "trust_remote_code" in str(error):

@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from rlflow.engines.base import EngineSpec
-from rlflow.engines.causal_lm.pretrained import load_model, load_tokenizer, loading_error, save_model
+from rlflow.engines.causal_lm.pretrained import load_model, load_tokenizer, loading_from, save_model
 from rlflow.engines.memory import forbid_expandable_segments
 from rlflow.errors import RecipeError
 from rlflow.resources.memory.phases import MAX_BATCHED_TOKENS, reserved_rank
@@ -57,10 +57,8 @@ def load_config(name: str, folder: str, *, trust_remote_code: bool = False) -> A
     """Load the model's ``config.json`` by transformers. Raises RecipeError."""
     from transformers import AutoConfig
 
-    try:
+    with loading_from(name, folder):
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except Exception as error:  # the libraries below raise errors of many kinds for a damaged file
-        raise loading_error(name, folder, error) from None
 
 
 def load_end_ids(folder: str, config: Any) -> int | list[int] | None:

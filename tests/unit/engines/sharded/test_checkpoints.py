@@ -84,5 +84,5 @@ def test_a_file_that_is_missing_or_unreadable(tmp_path: Path) -> None:
         Trained().restore(tmp_path)
     Trained().save(tmp_path)
     (tmp_path / "weights-00000-00000.safetensors").write_bytes(b"\x80\x04")
-    with pytest.raises(EngineError, match=r"role actor: .* cannot be restored \(Error while deserializing"):
+    with pytest.raises(EngineError, match=r"role actor: .* cannot be restored \(SafetensorError: "):
         Trained().restore(tmp_path)
