@@ -6,7 +6,8 @@ heads, D head size, C capacity of the cache.
 Importing this file imports torch and transformers.
 """
 
-from functools import cache, cached_property, partial
+from collections.abc import Callable
+from functools import cache, cached_property
 from inspect import signature
 from typing import Any, Protocol
 
@@ -215,24 +216,26 @@ def flash_varlen_attention(
     return out
 
 
-def attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float,
-    layout: AttentionLayout,
-    *,
-    kernel: VarlenKernel,
-    **options: Any,
-) -> tuple[Tensor, None]:
-    """Attend as ``layout`` says; transformers calls this in every layer."""
-    unsupported = [name for name in ("sliding_window", "softcap", "s_aux") if options.get(name) is not None]
-    if unsupported:
-        raise EngineError(f"attention with {unsupported[0]}, which {type(module).__name__} uses, is not supported.")
-    return layout.attend(module.layer_idx, query, key, value, scaling, kernel), None
+def attend_by(kernel: VarlenKernel) -> Callable[..., tuple[Tensor, None]]:
+    """Return the function that transformers calls in every layer, which attends as the ``layout`` of the pass says."""
+
+    def attend(
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float,
+        layout: AttentionLayout,
+        **options: Any,
+    ) -> tuple[Tensor, None]:
+        unsupported = [name for name in ("sliding_window", "softcap", "s_aux") if options.get(name) is not None]
+        if unsupported:
+            raise EngineError(f"attention with {unsupported[0]}, which {type(module).__name__} uses, is not supported.")
+        return layout.attend(module.layer_idx, query, key, value, scaling, kernel), None
+
+    return attend
 
 
-AttentionInterface.register(NAME, partial(attention, kernel=torch_varlen_attention))
-AttentionInterface.register(FLASH_NAME, partial(attention, kernel=flash_varlen_attention))
+AttentionInterface.register(NAME, attend_by(torch_varlen_attention))
+AttentionInterface.register(FLASH_NAME, attend_by(flash_varlen_attention))
