@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
+    from rlflow.engines.causal_lm.attention import CacheLayout
+
 
 @dataclass(frozen=True, eq=False)
 class NewTokens:
@@ -47,31 +49,11 @@ def decode(
     """
     import torch
 
-    from rlflow.engines.causal_lm.attention import CacheLayout, PackedLayout
-
-    device = model.device
-    batch = len(prompts) * sampling.group_size
+    device, batch = model.device, len(prompts) * sampling.group_size
     with torch.inference_mode():
-        # A response of one token adds no input, so the stream holds just the prompts.
-        one_each = Packed.from_rows([[0]] * len(prompts), np.int32)
-        stream = pack(prompts, one_each)
-        prefill = PackedLayout(stream, device, keep_kv=True)
-        ids, positions, last = (
-            torch.from_numpy(x).to(device) for x in (stream.ids, stream.positions, stream.predictors)
-        )
-        output = model(
-            input_ids=ids[None], position_ids=positions[None], layout=prefill, logits_to_keep=last, use_cache=False
-        )
-        logits = output.logits[0].repeat_interleave(sampling.group_size, 0)
-
-        lengths = torch.from_numpy(prompts.lengths).to(device).repeat_interleave(sampling.group_size)
         before = torch.from_numpy(np.zeros(batch, np.int64) if num_generated is None else num_generated).to(device)
         remaining = sampling.max_tokens - before
-        first = last.repeat_interleave(sampling.group_size) - lengths + 1
-        offsets = torch.arange(int(lengths.max()), device=device)
-        prompt_places = torch.minimum(first[:, None] + offsets, (first + lengths - 1)[:, None])
-        cache = CacheLayout(prefill, prompt_places, lengths, capacity=int((lengths + remaining).max()))
-
+        logits, cache = _read_prompts(model, prompts, sampling.group_size, remaining)
         draws = torch.from_numpy(_uniform_draws(seeds, sampling)).to(device)
         ends = torch.tensor([*end_ids, *sampling.stop_ids], device=device)
         tokens = torch.empty(batch, sampling.max_tokens, dtype=torch.int64, device=device)
@@ -104,6 +86,31 @@ def decode(
         logprobs=[scores[row, :size] for row, size in enumerate(sizes)],
         finished=finished.cpu().numpy(),
     )
+
+
+def _read_prompts(
+    model: "PreTrainedModel", prompts: Packed, group_size: int, remaining: "Tensor"
+) -> "tuple[Tensor, CacheLayout]":
+    """Return the logits [B, V] of the first tokens, and a cache with room for the ``remaining`` [B] tokens."""
+    import torch
+
+    from rlflow.engines.causal_lm.attention import CacheLayout, PackedLayout
+
+    device = model.device
+    # A response of one token adds no input, so the stream holds just the prompts.
+    one_each = Packed.from_rows([[0]] * len(prompts), np.int32)
+    stream = pack(prompts, one_each)
+    prefill = PackedLayout(stream, device, keep_kv=True)
+    ids, positions, last = (torch.from_numpy(x).to(device) for x in (stream.ids, stream.positions, stream.predictors))
+    output = model(
+        input_ids=ids[None], position_ids=positions[None], layout=prefill, logits_to_keep=last, use_cache=False
+    )
+    logits = output.logits[0].repeat_interleave(group_size, 0)
+    lengths = torch.from_numpy(prompts.lengths).to(device).repeat_interleave(group_size)
+    first = last.repeat_interleave(group_size) - lengths + 1
+    offsets = torch.arange(int(lengths.max()), device=device)
+    prompt_places = torch.minimum(first[:, None] + offsets, (first + lengths - 1)[:, None])
+    return logits, CacheLayout(prefill, prompt_places, lengths, capacity=int((lengths + remaining).max()))
 
 
 def _uniform_draws(seeds: Sequence[int], sampling: Sampling) -> NDArray[np.float64]:
