@@ -346,8 +346,9 @@ def saved_values(folder: Path) -> dict[str, Any]:
     ranges: dict[str, dict[int, Any]] = {}
     for file in folder.glob("*.safetensors"):
         with safe_open(file, "np") as opened:
-            for name, start in opened.metadata().items():
-                ranges.setdefault(f"{file.name.split('-')[0]} {name}", {})[int(start)] = opened.get_tensor(name)
+            for name in opened.keys():  # noqa: SIM118
+                start = int((opened.metadata() or {}).get(name, 0))
+                ranges.setdefault(f"{file.name.split('-')[0]} {name}", {})[start] = opened.get_tensor(name)
     return {name: np.concatenate([parts[start] for start in sorted(parts)]) for name, parts in ranges.items()}
 
 
