@@ -206,7 +206,7 @@ def available_engines() -> list[str]:
 
 def recipes() -> list[Finding]:
     """Report for each recipe of rlflow the engines that it needs and the libraries that are missing."""
-    findings = []
+    findings, available = [], available_engines()
     for path in sorted((CONF / "recipe").glob("*.yaml")):
         try:
             roles = recipe_from_config(compose([f"recipe={path.stem}"])).roles.values()
@@ -216,7 +216,7 @@ def recipes() -> list[Finding]:
             )
             continue
         engines = sorted({role.engine for role in roles})
-        missing = [engine for engine in engines if engine not in available_engines()]
+        missing = [engine for engine in engines if engine not in available]
         if any(role.lora for role in roles) and installed("peft") is None:
             missing.append("peft")
         without = f"; not installed: {', '.join(missing)}" if missing else ""
