@@ -174,26 +174,24 @@ class VllmEngine(SessionEngine):
         role = self._spec.role
         self._invalidate_weights()
         checked = self._expected.check(role, weights)
+        load = self._load_model if self._spec.lora is None else self._load_adapters
         try:
-            missing = (
-                self._load_model(engine, checked) if self._spec.lora is None else self._load_adapters(engine, checked)
-            )
+            load(engine, checked)
         except EngineError:
             raise
         except Exception as error:
             raise EngineError(f"role {role}: weight sync {version} failed ({first_line(error)}).") from error
-        if missing:
-            raise EngineError(f"role {role}: the weights lack vLLM's '{min(missing)}'.")
         self._accept_weights(engine, version)
 
-    def _load_model(self, engine: Any, weights: "Iterable[tuple[str, Tensor]]") -> set[str]:
-        """Load all weights of the model; return the names of vLLM's parameters that got none."""
+    def _load_model(self, engine: Any, weights: "Iterable[tuple[str, Tensor]]") -> None:
+        """Load all weights of the model. Raises EngineError if a parameter of vLLM got none."""
         _on_ranks(engine, "begin_reload")
         for part in [weights] if self._spec.layout.model_parallel_size == 1 else write_shared_files(weights):
             _on_ranks(engine, "reload_weights_part", part)
-        return {name for names in _on_ranks(engine, "finish_reload") for name in names}
+        if missing := {name for names in _on_ranks(engine, "finish_reload") for name in names}:
+            raise EngineError(f"role {self._spec.role}: the weights lack vLLM's '{min(missing)}'.")
 
-    def _load_adapters(self, engine: Any, weights: "Iterable[tuple[str, Tensor]]") -> set[str]:
+    def _load_adapters(self, engine: Any, weights: "Iterable[tuple[str, Tensor]]") -> None:
         """Replace the adapters; none can be missing, since ``ExpectedWeights`` has checked them all."""
         from vllm.lora.request import LoRARequest
 
@@ -204,7 +202,6 @@ class VllmEngine(SessionEngine):
             request = LoRARequest(f"sync {number}", number, folder)
             _on_ranks(engine, "add_lora", request)
         self._batcher.adapters = request
-        return set()
 
     @_between_requests
     def transfer(self, engine: Any, method: str, arguments: dict[str, Any]) -> None:
