@@ -203,9 +203,9 @@ def _plan(config: DictConfig, options: CommandOptions, root: Path, config_dir: P
     """Return the plan, and the folder of the run that it continues, if any."""
     if options.plan is not None:
         allowed = {"plan", "dry_run", "resume", "explain", "tune", "trace", "profile", "deadline_hours"}
-        if others := sorted(_typed_keys() - allowed):
-            fact = f"a saved plan cannot be changed, got '{others[0]}'"
-            raise RecipeError("plan", fact, fix=f"leave out {', '.join(others)}")
+        if changes := sorted(_typed_keys() - allowed):
+            fact = f"a saved plan cannot be changed, got '{changes[0]}'"
+            raise RecipeError("plan", fact, fix=f"leave out {', '.join(changes)}")
         plan = read_plan(Path(options.plan))
         return plan, find_run(options.resume, plan.recipe, root)
     more_steps = _take_more_steps(config)
@@ -241,9 +241,9 @@ def _cluster(options: CommandOptions, resumed: Path | None, config_dir: Path | N
     """Return the cluster from the command line; without one that of the continued run, or this machine."""
     if options.cluster.get("shape") != "auto":
         return cluster_from(options.cluster)
-    if others := sorted(options.cluster.keys() - {"shape"}):
+    if keys := sorted(options.cluster.keys() - {"shape"}):
         raise RecipeError(
-            f"cluster.{others[0]}",
+            f"cluster.{keys[0]}",
             "cluster=auto cannot be combined with other keys of the cluster",
             fix="name a cluster, such as cluster=local",
         )

@@ -182,12 +182,13 @@ def load_held_out(data: Data, evaluation: Evaluation | None) -> dict[str, tuple[
     if evaluation is None:
         return {}
     held_out = {}
-    for name, each in evaluation.sets_with(data.eval_split).items():
-        own: dict[str, Any] = {"name": each.name, "options": each.options, "columns": each.columns}
-        given = own | {"source": each.source} if each.source else {key: value for key, value in own.items() if value}
-        of_set = replace(data, eval_split=each.split, **given)
+    for name, chosen in evaluation.sets_with(data.eval_split).items():
+        fields: dict[str, Any] = {"name": chosen.name, "options": chosen.options, "columns": chosen.columns}
+        # A source of its own has none of the fields of the training data.
+        fields = fields | {"source": chosen.source} if chosen.source else {key: x for key, x in fields.items() if x}
+        of_set = replace(data, eval_split=chosen.split, **fields)
         with _at_evaluation_set(name):
-            held_out[name] = of_set, load_rows(of_set, "eval_split")[: evaluation.prompts_of(each)]
+            held_out[name] = of_set, load_rows(of_set, "eval_split")[: evaluation.prompts_of(chosen)]
     return held_out
 
 
