@@ -87,26 +87,26 @@ def _build_model(spec: EngineSpec, head: Head, dtype: "dtype") -> Any:
 
     from rlflow.engines.causal_lm.attention import FLASH_NAME, NAME
 
-    name, model, auto = spec.model_name, spec.model, getattr(transformers, _AUTO_CLASSES[head])
+    name, options, auto = spec.model_name, spec.model, getattr(transformers, _AUTO_CLASSES[head])
     attention = FLASH_NAME if choose_attention(spec) == "flash_attention_2" else NAME
     extra: dict[str, Any] = {} if head == "vocabulary" else {"num_labels": 1}
-    if model.path is None:
-        end_id = load_tokenizer(name, model).eos_token_id
-        config = transformers.AutoConfig.for_model(**_config_fields(model), eos_token_id=end_id, **extra)
+    if options.path is None:
+        end_id = load_tokenizer(name, options).eos_token_id
+        config = transformers.AutoConfig.for_model(**_config_fields(options), eos_token_id=end_id, **extra)
         return auto.from_config(config, dtype=dtype, attn_implementation=attention)
     # transformers warns that a value or reward head is new, which is expected.
-    with loading_from(name, model.path), nullcontext() if head == "vocabulary" else _without_warnings():
+    with loading_from(name, options.path), nullcontext() if head == "vocabulary" else _without_warnings():
         built, loaded = auto.from_pretrained(
-            model.path,
+            options.path,
             dtype=dtype,
             attn_implementation=attention,
             output_loading_info=True,
             use_safetensors=True,  # other files of weights are pickles
-            trust_remote_code=model.trust_remote_code,
+            trust_remote_code=options.trust_remote_code,
             **extra,
         )
     new = _HEAD_WEIGHTS if "Trains" in spec.capabilities else set()
-    _check_complete(name, model.path, head, set(loaded["missing_keys"]) - new)
+    _check_complete(name, options.path, head, set(loaded["missing_keys"]) - new)
     return built
 
 
