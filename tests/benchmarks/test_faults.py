@@ -16,13 +16,8 @@ WEIGHTS = f"checkpoints/step-{SMALL.steps:06d}/actor/weights-00000-00000.safeten
 STEPS = ['{"step": 1, "tokens": 8, "reward": 0.5}', '{"step": 2, "tokens": 8, "reward": 0.7}']
 
 
-@pytest.mark.parametrize(
-    ("options", "faults"),
-    [
-        pytest.param(["--quick"], 20, marks=pytest.mark.slow),
-        pytest.param(["--faults", "200"], 200, marks=[pytest.mark.soak, pytest.mark.slow]),
-    ],
-)
+@pytest.mark.soak
+@pytest.mark.parametrize(("options", "faults"), [(["--quick"], 20), (["--faults", "200"], 200)])
 @pytest.mark.timeout(3600)
 def test_runs_with_faults_end_as_an_undisturbed_one(options: list[str], faults: int, tmp_path: Path) -> None:
     """The benchmark has a process of its own: it forks runs, and threads do not survive a fork."""
