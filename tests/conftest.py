@@ -4,16 +4,21 @@ import functools
 import gc
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import pytest
 from hypothesis import settings
 
+import rlflow
+from rlflow.errors import UserError
+from tests.helpers import load
 from tests.integration.engine_process import EngineProcess, free_address, processes
 
 # Imported libraries leave millions of objects behind, which the garbage collector would search many times. Objects from
@@ -74,6 +79,34 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
         assert text == path.read_text(), f"{path} differs; pytest --update-golden writes it anew"
 
     return compare
+
+
+@pytest.fixture
+def cases(golden: Callable[[str, str], None]) -> Callable[[str, Callable[..., str]], None]:
+    """Return a function that compares answers with a file in tests/golden.
+
+    The file has a line of words for each case, as on a command line, and the indented answer below it.
+    """
+
+    def compare(name: str, answer: Callable[..., str]) -> None:
+        lines = (ROOT / "tests" / "golden" / name).read_text().splitlines()
+        words = [line for line in lines if line and not line.startswith(" ")]
+        golden(name, "\n".join(f"{line}\n{indent(answer(*shlex.split(line)), '    ')}\n" for line in words))
+
+    return compare
+
+
+@pytest.fixture
+def refusals(cases: Callable[[str, Callable[..., str]], None]) -> Callable[[str], None]:
+    """Return a function that plans the recipes of a file in tests/golden/errors, and compares their errors with it."""
+
+    def refusal(recipe: str, *overrides: str) -> str:
+        with pytest.raises(UserError) as raised:
+            rlflow.compile(load(f"recipe={recipe}", *overrides), "local")
+        assert raised.value.path
+        return str(raised.value)
+
+    return lambda name: cases(f"errors/{name}.txt", refusal)
 
 
 @pytest.fixture

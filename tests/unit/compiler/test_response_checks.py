@@ -1,5 +1,6 @@
 """Inputs of a node that belong to other responses, and old logprobs of another model."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -28,63 +29,8 @@ class StatedDifference(Difference, Node, kind="stated_difference_of_responses", 
     other_responses = frozenset({"baseline"})
 
 
-@pytest.mark.parametrize(
-    ("recipe", "overrides", "message"),
-    [
-        (
-            "grpo_tiny",
-            [OTHERS, "graph.rewards.rollouts=others"],
-            "graph.advantages.rewards: belongs to the responses of others, and input 'rollouts' to those of rollouts.\n"
-            "  Fix: connect a node that reads rollouts.",
-        ),
-        (
-            "grpo_tiny",
-            [OTHERS, "graph.reference.rollouts=others"],
-            "graph.update.reference: belongs to the responses of others, and input 'rollouts' to those of rollouts.\n"
-            "  Fix: connect a node that reads rollouts.",
-        ),
-        (
-            "grpo_tiny",
-            [OTHERS, "graph.update.rollouts=others"],
-            "graph.update.advantages: belongs to the responses of rollouts, and input 'rollouts' to those of others.\n"
-            "  Fix: connect a node that reads others.",
-        ),
-        (
-            "remax_tiny",
-            ["graph.rewards.rollouts=greedy"],
-            "graph.advantages.rewards: belongs to the responses of greedy, and input 'rollouts' to those of rollouts.\n"
-            "  Fix: connect a node that reads rollouts.",
-        ),
-        (
-            "remax_tiny",
-            ["graph.greedy_rewards.rollouts=rollouts"],
-            "graph.advantages.greedy_rewards: belongs to the responses of rollouts, and input 'greedy' to those of "
-            "greedy.\n  Fix: connect a node that reads greedy.",
-        ),
-        (
-            "grpo_tiny",
-            ["+graph.old_logprobs={node: logprobs, role: reference}"],
-            "graph.old_logprobs.role: graph.update needs the logprobs of 'actor' before the step, and 'reference' has "
-            "other weights.\n  Fix: graph.old_logprobs={node: logprobs, role: actor}.",
-        ),
-        (
-            "reinforce_plus_plus_tiny",
-            ["+graph.advantages.old_logprobs=reference"],
-            "graph.reference.role: graph.advantages needs the logprobs of 'actor' before the step, and 'reference' has "
-            "other weights.\n  Fix: graph.reference={node: logprobs, role: actor}.",
-        ),
-        (
-            "grpo_lora_tiny",
-            ["+graph.old_logprobs={node: base_logprobs, role: actor}"],
-            "graph.old_logprobs.node: gives logprobs without the adapters that 'actor' trains.\n"
-            "  Fix: graph.old_logprobs={node: logprobs, role: actor}.",
-        ),
-    ],
-)
-def test_refused(recipe: str, overrides: list[str], message: str) -> None:
-    with pytest.raises(GraphError) as raised:
-        rlflow.compile(load(f"recipe={recipe}", *overrides), "local")
-    assert str(raised.value) == message
+def test_outputs_that_belong_to_other_responses(refusals: Callable[[str], None]) -> None:
+    refusals("other_responses")
 
 
 @pytest.mark.parametrize("role", ["actor", "rollout"])
