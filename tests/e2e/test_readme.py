@@ -147,6 +147,19 @@ def test_files_that_are_described_exist() -> None:
             assert name in names or name in tracked or f"rlflow/{name}" in tracked, name
 
 
+def test_names_to_look_for_are_in_the_files_to_open() -> None:
+    section = ARCHITECTURE.partition("\n## What to open for a question\n")[2].partition("\n## ")[0]
+    checked, missing = 0, []
+    for entry in re.split(r"\n(?=\d+\. |\n)", section):
+        files = [f"rlflow/{name}" for name in re.findall(r"`([\w/]+\.py)`", entry)]
+        text = "\n".join((ROOT / name).read_text() for name in files if (ROOT / name).is_file())
+        for name in re.findall(r"`([A-Za-z_]\w+)`", entry) if text else ():
+            checked += 1
+            missing += [f"{name}: {files}"] if not re.search(rf"\b{name}\b", text) else []
+    assert checked > 15
+    assert missing == []
+
+
 def test_files_that_any_page_names_exist() -> None:
     folders = "rlflow|conf|recipes|examples|tests|benchmarks|docs"
     named = {name for page in PAGES for name in re.findall(rf"`((?:{folders})/[\w./-]+)`", page) if "NAME" not in name}
