@@ -38,9 +38,9 @@ from rlflow.compiler.lower import models_in_use
 from rlflow.compiler.plan import Plan
 from rlflow.nodes.generate import Converse
 from rlflow.resources.time.lengths import Lengths
-from rlflow.rewards.processes import descendants
 from rlflow.runtime.objects.budget import edge
 from rlflow.runtime.ray.runtime import RayRuntime
+from rlflow.system.processes import descendants
 
 CONVERSATIONS, TURNS, ENGINES = 4096, 8, 4
 MEAN_TOKENS, MAX_TOKENS = 100, 500

@@ -11,8 +11,8 @@ from time import monotonic, sleep
 from unittest.mock import patch
 
 from rlflow.recipe.compose import load_cluster
-from rlflow.rewards.processes import descendants, die_with_parent, kill
 from rlflow.runtime.ray.cluster import connection
+from rlflow.system.processes import descendants, die_with_parent, kill
 
 HOSTS = "2x2@cpu"
 # No process may stay longer after its run. Ray's agents look for their control service for a minute.

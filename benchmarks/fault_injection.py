@@ -22,9 +22,9 @@ import numpy as np
 from rlflow.batch import Batch, Logprobs, Packed, Rewards, RolloutAdvantages, Rollouts
 from rlflow.nodes.advantages import GroupAdvantage
 from rlflow.nodes.base import Node
-from rlflow.rewards.processes import descendants
 from rlflow.runtime.objects.object_process import ObjectProcess
 from rlflow.runtime.ray.worker import EngineWorker
+from rlflow.system.processes import descendants
 
 # The methods of engines and objects that make up a stage, by role; those that return samples or values come last.
 _CALLS: Mapping[str, Mapping[str, Sequence[str]]] = {

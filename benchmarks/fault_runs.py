@@ -23,11 +23,11 @@ from rlflow.commands.calibrate.probes import Probe, recipe_of, write_recipe
 from rlflow.compiler.plan import Plan
 from rlflow.errors import EngineError, UserError
 from rlflow.report.records import MetricsWriter, SampleLog
-from rlflow.rewards.processes import become_subreaper, descendants, die_with_parent, kill
 from rlflow.runtime.checkpoint import checkpoints
 from rlflow.runtime.protocols import Observer
 from rlflow.runtime.ray.runtime import RayRuntime
 from rlflow.runtime.run import run
+from rlflow.system.processes import become_subreaper, descendants, die_with_parent, kill
 
 SHORT_SILENCE_S = 6.0
 _SHORT_LIMIT_S = 12.0

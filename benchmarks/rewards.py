@@ -12,6 +12,7 @@ import argparse
 import multiprocessing
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import as_completed
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,13 +26,12 @@ from rlflow.batch import Packed, Repeated, Rollouts
 from rlflow.nodes.reward import Reward
 from rlflow.recipe.compose import load_cluster
 from rlflow.rewards.callables import RewardTerm
-from rlflow.rewards.calls import Call
 from rlflow.rewards.pool import ProcessPool
-from rlflow.rewards.processes import num_usable_cpus
 from rlflow.runtime.objects.budget import Budget, store_limits
 from rlflow.runtime.objects.ray_api import wait_all
 from rlflow.runtime.objects.results import StoreCalls
 from rlflow.runtime.ray.cluster.connection import simulated
+from rlflow.system.processes import num_usable_cpus
 
 _REWARDS, _SECONDS, _REPEATS = 10_000, 0.001, 3
 _HOSTS, _SAMPLES, _WAIT_S = (1, 2, 4), 1024, 0.02
@@ -52,9 +52,9 @@ def bare(text: str) -> float:
 
 
 def in_pool(pool: ProcessPool, texts: Sequence[str]) -> float:
-    calls = [Call("work", [place], [text], [{"answer": text}]) for place, text in enumerate(texts)]
+    rows = [{"answer": text} for text in texts]
     began = time.perf_counter()
-    outcomes = [outcome for _, given in pool.outcomes(calls) for outcome in given]
+    outcomes = [future.result() for future in as_completed(pool.submit("work", texts, rows))]
     seconds = time.perf_counter() - began
     assert outcomes == [1.0] * len(texts)
     return seconds
@@ -124,9 +124,10 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     texts = ["x" * 1000] * _REWARDS
-    pool = ProcessPool({"work": RewardTerm(function="benchmarks.rewards:one_millisecond")})
+    num_workers = num_usable_cpus()
+    pool = ProcessPool({"work": RewardTerm(function="benchmarks.rewards:one_millisecond")}, num_workers)
     seconds: dict[str, list[float]] = {"rlflow": [], "multiprocessing": []}
-    with multiprocessing.get_context("spawn").Pool(pool.num_workers) as peer:
+    with multiprocessing.get_context("spawn").Pool(num_workers) as peer:
         # The first rewards wait for processes to start.
         in_pool(pool, texts[:100])
         in_peer(peer, texts[:100])
@@ -134,10 +135,10 @@ def main() -> int:
             seconds["rlflow"].append(in_pool(pool, texts))
             seconds["multiprocessing"].append(in_peer(peer, texts))
     pool.stop()
-    ideal = _REWARDS * _SECONDS / pool.num_workers
+    ideal = _REWARDS * _SECONDS / num_workers
     table = Table("pool", "workers", "s", "of ideal")
     for name, measured in seconds.items():
-        table.add_row(name, str(pool.num_workers), f"{median(measured):.2f}", f"{ideal / median(measured):.0%}")
+        table.add_row(name, str(num_workers), f"{median(measured):.2f}", f"{ideal / median(measured):.0%}")
     Console(width=120).print(table)
     ours, theirs = (ideal / median(measured) for measured in seconds.values())
     by_hosts = {count: on_hosts(count) for count in _HOSTS}

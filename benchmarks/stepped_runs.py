@@ -16,11 +16,11 @@ from rich.console import Console
 from rlflow.compiler.plan import Plan
 from rlflow.engines.journal import RecordedResponses
 from rlflow.report.observers import displays, recorders
-from rlflow.rewards.processes import descendants
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.ray.cluster.services import Outage
 from rlflow.runtime.ray.waits import Wait
 from rlflow.runtime.run import run
+from rlflow.system.processes import descendants
 
 _NOTHING_RECORDED = RecordedResponses(None, {})  # type: ignore[arg-type]
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")

@@ -15,8 +15,7 @@ from rlflow.batch import Conversations, Packed, Prompts
 from rlflow.engines.base import Sampling
 from rlflow.engines.group_progress import NO_RESPONSE, PartialResponse
 from rlflow.engines.serving.sessions import SessionEngine
-from rlflow.environments.calls import Answer
-from rlflow.environments.exchange import Exchange
+from rlflow.environments.exchange import Answer, Exchange
 from rlflow.environments.transcript import (
     Transcript,
     build_conversations,

@@ -6,12 +6,15 @@ from typing import Any
 
 from rlflow.batch import Rollouts
 from rlflow.engines.base import Sampling
-from rlflow.environments.calls import Answer, EnvironmentCalls
 from rlflow.environments.options import TurnOptions
 from rlflow.environments.transcript import Transcript, piece_of
+from rlflow.environments.turn import TurnResult
 from rlflow.errors import EnvironmentFailedError, RecipeError, first_line
 from rlflow.rewards.base import Failure, Row
+from rlflow.rewards.pool import ProcessPool
+from rlflow.system.processes import num_own_cpus
 
+Answer = TurnResult | Failure
 Answered = tuple[Transcript, Answer]
 
 
@@ -23,7 +26,8 @@ class Exchange:
         self._options, self._tokenizer = options, tokenizer
         self._stop_ids = tuple(self._stop_token(text) for text in options.stop)
         self._before, self._after = self._tokenize(options.frame.split("{}"))
-        self._calls = EnvironmentCalls(options.environment_spec, options.processes)
+        specs = {options.environment: options.environment_spec}
+        self._pool = ProcessPool(specs, options.processes or num_own_cpus())
 
     def turn_sampling(self, sampling: Sampling) -> Sampling:
         """Return the sampling of single turns."""
@@ -44,9 +48,9 @@ class Exchange:
 
         ``rows`` are the conversations' rows of the data set.
         """
-        return self._calls.submit(
-            [(transcript.text, row, transcript.state) for transcript, row in zip(transcripts, rows, strict=True)]
-        )
+        texts = [transcript.text for transcript in transcripts]
+        states = [(row, transcript.state) for transcript, row in zip(transcripts, rows, strict=True)]
+        return self._pool.submit(self._options.environment, texts, states)
 
     def add_answers(self, answered: Iterable[Answered]) -> None:
         """Add answers of the environment to conversations, or end them.

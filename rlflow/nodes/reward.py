@@ -3,8 +3,8 @@
 Shapes: B rollouts.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Mapping
+from concurrent.futures import as_completed
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -17,7 +17,6 @@ from rlflow.errors import EngineError, RecipeError, below
 from rlflow.nodes.base import Formula, Node, times
 from rlflow.rewards.base import MAX_FLOAT32, Failure, Outcome
 from rlflow.rewards.callables import RewardTerm
-from rlflow.rewards.calls import Call
 from rlflow.rewards.pool import ProcessPool
 
 # The rewards of a sum whose weights are all smaller are rounding errors beside an advantage's own epsilon.
@@ -93,13 +92,23 @@ class Reward(Node, kind="reward", unit="sample"):
         parts = {name: np.full(len(rollouts), np.nan, np.float32) for name in self.terms}
         reasons = rollouts.reasons.tolist() if isinstance(rollouts, Conversations) else [""] * len(rollouts)
         rows = np.flatnonzero(~rollouts.failed).tolist()
-        with closing(self._pool.outcomes(self._calls(rollouts, rows))) as outcomes:
-            for call, results in outcomes:
-                for row, result in zip(call.indices, results, strict=True):
-                    if failure := self._failure(call.name, result):
-                        reasons[row] = f"'{call.name}' {failure.reason}"
-                        result = self._value_of_failure(call.name, failure)
-                    parts[call.name][row] = result
+        all_texts, all_rows = tuple(rollouts.texts), tuple(rollouts.rows)
+        texts, data_rows = [all_texts[row] for row in rows], [all_rows[row] for row in rows]
+        places = {
+            future: (name, row)
+            for name in self.terms
+            for row, future in zip(rows, self._pool.submit(name, texts, data_rows), strict=True)
+        }
+        try:
+            for future in as_completed(places):
+                (name, row), result = places[future], future.result()
+                if failure := self._failure(name, result):
+                    reasons[row] = f"'{name}' {failure.reason}"
+                    result = self._value_of_failure(name, failure)
+                parts[name][row] = result
+        finally:
+            for future in places:
+                future.cancel()
         values = np.zeros(len(rollouts), np.float64)
         for name, part in self.terms.items():
             values += part.weight * parts[name].astype(np.float64) if part.weight else 0
@@ -118,14 +127,6 @@ class Reward(Node, kind="reward", unit="sample"):
     def _pool(self) -> ProcessPool:
         """Start worker processes, which live as long as this node is used."""
         return ProcessPool(self.terms)
-
-    def _calls(self, rollouts: Rollouts, rows: Sequence[int]) -> Iterator[Call]:
-        """Yield the calls that judge these rows, in batches of the size that each function takes."""
-        texts, data_rows = tuple(rollouts.texts), tuple(rollouts.rows)
-        for name, function in self._pool.callables.items():
-            for start in range(0, len(rows), function.batch_size):
-                batch = rows[start : start + function.batch_size]
-                yield Call(name, batch, [texts[row] for row in batch], [data_rows[row] for row in batch])
 
     def _failure(self, name: str, result: Outcome) -> Failure | None:
         part = self.terms[name]

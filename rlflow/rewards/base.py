@@ -18,6 +18,10 @@ Row = Mapping[str, Any]
 
 _MAX_REASON_LENGTH = 300
 
+# A function that receives its timeout ends by itself. The kill comes this much later, so that a busy host does not kill
+# it too early.
+_GRACE_S = 0.9
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -82,8 +86,8 @@ class LoadedCallable:
     """A RewardFunction, or a function that takes steps of an environment."""
     batch_size: int
     """Responses in one call."""
-    limit_s: float
-    """Seconds after which the pool kills the worker of a call."""
+    timeout_s: float
+    """Seconds that one call may take."""
     enforces_timeout: bool = False
     """The function receives its timeout and keeps it itself. A batch that takes too long anyway fails as a whole:
     calling it again with single responses would not help."""
@@ -92,16 +96,17 @@ class LoadedCallable:
     check: Callable[[Any, str], Any] = to_outcome
     """Checks or converts the value that was returned for a text."""
 
+    @property
+    def limit_s(self) -> float:
+        """Return the seconds after which the pool kills the worker of a call."""
+        return self.timeout_s + (_GRACE_S if self.enforces_timeout else 0.0)
+
 
 class CallableSpec(Protocol):
     """A picklable description of a callable. The fork server receives it and loads the callable itself."""
 
     kind: ClassVar[str]
     """The word for it in messages: "reward" or "environment"."""
-
-    @property
-    def timeout_s(self) -> float:
-        """Return the seconds that one call may take."""
 
     def load(self, name: str) -> LoadedCallable:
         """Load the callable; ``name`` is the one that the recipe gives it. Raises RecipeError."""

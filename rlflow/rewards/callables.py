@@ -20,8 +20,6 @@ from rlflow.schema import Seconds, Section, parse
 
 # A function with this parameter receives its time limit. It comes from the recipe's term, not from the options.
 _TIMEOUT = "timeout_s"
-# Such a function ends by itself. The kill comes this much later, so that a busy host does not kill it too early.
-_GRACE_S = 0.9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,12 +74,11 @@ def load_reward(name: str, options: Mapping[str, Any], timeout_s: float) -> Load
         check(**arguments)
     prepare = getattr(module, "prepare", no_preparation)
     prepare = partial(prepare, **{option: arguments[option] for option in _option_parameters(prepare)})
-    limit_s, enforces_timeout = timeout_s, _TIMEOUT in parameters
+    enforces_timeout = _TIMEOUT in parameters
     if enforces_timeout:
         arguments[_TIMEOUT] = timeout_s
-        limit_s += _GRACE_S
     call = partial(function, **arguments)
-    return LoadedCallable(call, getattr(function, "batch_size", 1), limit_s, enforces_timeout, prepare)
+    return LoadedCallable(call, getattr(function, "batch_size", 1), timeout_s, enforces_timeout, prepare)
 
 
 def _option_parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:

@@ -23,7 +23,7 @@ from typing import Any
 
 from rlflow.errors import EngineError, UserError, first_line
 from rlflow.rewards.base import CallableSpec, Failure, LoadedCallable
-from rlflow.rewards.processes import Channel, become_subreaper, children, descendants, die_with_parent, kill
+from rlflow.system.processes import become_subreaper, children, descendants, die_with_parent, kill
 
 # Bytes that a function may allocate on top of what its worker had when it was forked.
 _MEMORY_LIMIT = 4 * 2**30
@@ -37,23 +37,17 @@ NUMBER = struct.Struct("<i")
 def main(control: socket.socket) -> None:
     """Serve requests until the other end closes."""
     os.set_inheritable(control.fileno(), False)
-    channel = Channel(control)
-    messages: list[tuple[list[str], Mapping[str, CallableSpec]]] | None = []
-    while not messages:
-        messages = channel.receive()
-        if messages is None:
-            return
-    path, specs = messages[0]
-    sys.path[:] = path
+    with control.makefile("rb") as reader:
+        sys.path[:], specs = pickle.load(reader)
     try:
         callables = {name: _load(name, spec) for name, spec in specs.items()}
     except EngineError as error:
-        channel.send(pickle.dumps(error))
+        control.sendall(pickle.dumps(error))
         return
     helpers = set(children(os.getpid()))
     """Processes that the imported modules started: they end with this server, not with a worker."""
     become_subreaper()
-    channel.send(pickle.dumps(None))
+    control.sendall(pickle.dumps(None))
     workers: dict[int, int | None] = {}
     """The exit code of each worker; None while it runs."""
     with suppress(BrokenPipeError, ConnectionResetError):  # the other end closed before it read the answer
@@ -93,9 +87,9 @@ def _fork_worker(callables: Mapping[str, LoadedCallable], control: socket.socket
     try:
         control.close()
         os.set_inheritable(end, False)
-        _run_worker(Channel(socket.socket(fileno=end)), callables, server)
+        _run_worker(socket.socket(fileno=end), callables, server)
         code = 0
-    except (BrokenPipeError, ConnectionResetError):
+    except (BrokenPipeError, ConnectionResetError, EOFError):
         code = 0  # the other end has closed
     except BaseException:  # whatever it is, the process must not continue as a copy of its parent
         traceback.print_exc()
@@ -103,7 +97,7 @@ def _fork_worker(callables: Mapping[str, LoadedCallable], control: socket.socket
         os._exit(code)
 
 
-def _run_worker(channel: Channel, callables: Mapping[str, LoadedCallable], server: int) -> None:
+def _run_worker(end: socket.socket, callables: Mapping[str, LoadedCallable], server: int) -> None:
     """Answer calls until the other end closes. ``server`` is the fork server's process id."""
     os.setsid()
     die_with_parent(server)
@@ -114,27 +108,27 @@ def _run_worker(channel: Channel, callables: Mapping[str, LoadedCallable], serve
     with suppress(OSError):
         # Let the kernel kill this process before all others of the host when memory runs out.
         Path("/proc/self/oom_score_adj").write_text("1000")
-    channel.send(pickle.dumps(None))
-    while (calls := channel.receive()) is not None:
-        for name, texts, rows in calls:
-            answer = pickle.dumps(_call_batch(callables[name], texts, rows))
-            if len(answer) > _MAX_ANSWER:
-                failure = Failure("invalid", f"returned {len(answer) // 2**20} MiB, more than {_MAX_ANSWER // 2**20}")
-                answer = pickle.dumps([failure] * len(texts))
-            channel.send(answer)
+    end.sendall(pickle.dumps(None))
+    calls = end.makefile("rb")
+    while True:
+        name, texts, rows = pickle.load(calls)
+        answer = pickle.dumps(_call_batch(callables[name], texts, rows))
+        if len(answer) > _MAX_ANSWER:
+            fact = f"returned {len(answer) // 2**20} MiB, more than {_MAX_ANSWER // 2**20}"
+            answer = pickle.dumps(Failure("invalid", fact))
+        end.sendall(answer)
 
 
-def _call_batch(loaded: LoadedCallable, texts: Sequence[str], rows: Sequence[Any]) -> list[Any]:
-    """Return an outcome for each text, whatever the function does."""
+def _call_batch(loaded: LoadedCallable, texts: Sequence[str], rows: Sequence[Any]) -> list[Any] | Failure:
+    """Return an outcome for each text, or why the call fails as a whole, whatever the function does."""
     try:
         values = list(islice(loaded.call(texts, rows), len(texts) + 1))
     except BaseException as error:  # a user's function may raise anything, SystemExit included
-        return [Failure("raised", f"failed ({first_line(error)})")] * len(texts)
+        return Failure("raised", f"failed ({first_line(error)})")
     if len(values) != len(texts):
         plural = "" if len(texts) == 1 else "s"
         number = f"more than {len(texts)}" if len(values) > len(texts) else len(values)
-        fact = f"returned {number} values for {len(texts)} response{plural}"
-        return [Failure("invalid", fact)] * len(texts)
+        return Failure("invalid", f"returned {number} values for {len(texts)} response{plural}")
     return [loaded.check(value, text) for value, text in zip(values, texts, strict=True)]
 
 
@@ -168,5 +162,5 @@ def _reap(workers: dict[int, int | None], helpers: set[int]) -> None:
 
 
 if __name__ == "__main__":
-    with suppress(BrokenPipeError, ConnectionResetError):  # the run was killed while this server started
+    with suppress(BrokenPipeError, ConnectionResetError, EOFError):  # the run was killed while this server started
         main(socket.socket(fileno=int(sys.argv[1])))

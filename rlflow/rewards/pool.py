@@ -1,175 +1,141 @@
-"""A pool of worker processes for reward functions and environments, with a deadline for each call.
+"""A pool of worker processes for reward functions and environments, with a time limit for each call.
 
 A user's function may hang, crash or exit, so any worker may be killed at any time. A *fork server* is started once,
-imports what the functions need, and forks workers from itself, which takes a millisecond. A call's deadline counts from
-when a worker that is ready takes it. A worker that misses its deadline or dies is killed with everything that it
-started, and another one takes its place.
+imports what the functions need, and forks workers from itself, which takes a millisecond. Each worker has a thread of
+this process, which sends it one call after another. A worker that misses the deadline of its call or dies is killed
+with everything that it started, and another one takes its place.
 """
 
-import selectors
-import signal
+import pickle
 import threading
-import time
 import weakref
-from collections import defaultdict, deque
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any
 
-from rlflow.errors import EngineError
-from rlflow.rewards.base import CallableSpec, Failure
-from rlflow.rewards.calls import Call, CallQueue
-from rlflow.rewards.processes import num_usable_cpus
-from rlflow.rewards.workers import ForkedWorker, ForkServer
-
-# Seconds of work that are queued at a worker, so that it need not wait for the next call.
-_QUEUED_S = 0.01
-# The assumed duration of the first call of a function.
-_FIRST_CALL_S = 1.0
+from rlflow.rewards.base import CallableSpec, Failure, LoadedCallable
+from rlflow.rewards.workers import ForkServer, Worker
+from rlflow.system.processes import num_usable_cpus
 
 
 class ProcessPool:
     """A pool with one worker for each usable CPU. The workers end on ``stop`` or with this object.
 
-    It works for one thread at a time; others wait.
+    Any number of threads may use it at once.
     """
 
     def __init__(self, specs: Mapping[str, CallableSpec], num_workers: int | None = None) -> None:
         """Load the callables here and in the fork server. Raises RecipeError and EngineError."""
-        self.num_workers = num_workers or num_usable_cpus()
-        self._specs = specs
         self.callables = {name: spec.load(name) for name, spec in specs.items()}
         self.fork_server = ForkServer(specs)
-        self.workers: list[ForkedWorker] = []
-        self._call_seconds: defaultdict[str, float] = defaultdict(lambda: _FIRST_CALL_S)
-        """A moving average of the duration of a call, for each callable."""
-        self._selector = selectors.DefaultSelector()
-        """The sockets of all workers."""
-        self._lock = threading.Lock()
-        """Held while calls are in progress."""
-        self.stop = weakref.finalize(self, _stop_pool, self.workers, self.fork_server, self._selector)
+        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        num_workers = num_workers or num_usable_cpus()
+        self.stop = weakref.finalize(self, _stop_pool, self._calls, self.fork_server, num_workers)
+        for number in range(num_workers):
+            # A thread does not refer to this object, so that the object can end.
+            dispatcher = _Dispatcher(self._calls, self.fork_server, self.callables)
+            threading.Thread(target=dispatcher.run, name=f"reward worker {number}", daemon=True).start()
 
-    def outcomes(self, calls: Iterable[Call] | CallQueue) -> Generator[tuple[Call, list[Any]], None, None]:
-        """Yield each call with its outcomes, in the order in which calls finish.
+    def submit(self, name: str, texts: Sequence[str], rows: Sequence[Any]) -> "list[Future[Any]]":
+        """Call a callable with texts and a row for each; return a future of the outcome for each text.
 
-        A call that fails as a whole is repeated with one response at a time. Close the generator to abandon the
-        remaining calls. With a CallQueue, the calls in it when it is closed are abandoned. Raises EngineError when no
-        worker can be started.
+        The texts are divided into batches of the size that the callable takes. A batch that fails as a whole is
+        repeated with one text at a time. Cancelled futures get no outcome, and their calls are left out unless they
+        have started. Futures raise EngineError when no worker can be started.
         """
-        with self._lock:
-            yield from self._outcomes(calls)
+        futures: list[Future[Any]] = [Future() for _ in texts]
+        size = self.callables[name].batch_size
+        for start in range(0, len(texts), size):
+            batch = slice(start, start + size)
+            self._calls.put(_Call(name, texts[batch], rows[batch], futures[batch]))
+        return futures
 
-    def _outcomes(self, calls: Iterable[Call] | CallQueue) -> Iterator[tuple[Call, list[Any]]]:
-        arriving = calls if isinstance(calls, CallQueue) else None
-        queue = deque(() if isinstance(calls, CallQueue) else calls)
-        if arriving is not None:
-            self._selector.register(arriving, selectors.EVENT_READ)
+
+@dataclass(frozen=True)
+class _Call:
+    """Some texts for one callable of a pool."""
+
+    name: str
+    """The callable's name in the pool."""
+    texts: Sequence[str]
+    rows: Sequence[Any]
+    """One argument for each text: a row of the data set, or an environment's row and state."""
+    futures: "Sequence[Future[Any]]"
+
+    def split(self) -> "list[_Call]":
+        """Return a call for each text."""
+        entries = zip(self.texts, self.rows, self.futures, strict=True)
+        return [_Call(self.name, [text], [row], [future]) for text, row, future in entries]
+
+
+class _Dispatcher:
+    """Sends calls to one worker process, which it replaces when the process dies or is late."""
+
+    def __init__(
+        self,
+        calls: "SimpleQueue[_Call | None]",
+        fork_server: ForkServer,
+        callables: Mapping[str, LoadedCallable],
+    ) -> None:
+        self._calls, self._fork_server, self._callables = calls, fork_server, callables
+        self._worker: Worker | None = None
+
+    def run(self) -> None:
+        """Process calls until None arrives; the work of a thread."""
+        while (call := self._calls.get()) is not None:
+            if not all(future.cancelled() for future in call.futures):
+                self._process(call)
+            # While this thread waits, its last call must not keep the futures' callbacks alive, and so the pool.
+            del call
+        if self._worker is not None:
+            self._worker.close()
+
+    def _process(self, call: _Call) -> None:
+        """Complete the futures of a call, or put it back in parts if one of its texts may have made all of it fail."""
         try:
-            while arriving or queue or any(worker.pending for worker in self.workers):
-                if arriving is not None:
-                    queue.extend(arriving.take())
-                    # Taking calls may also take the notice that no more will come.
-                    if not arriving.is_open:
-                        break
-                self._dispatch(queue)
-                for call, outcomes in self._finished_calls(queue):
-                    if len(call.indices) > 1 and self._may_be_one_response(call, outcomes[0]):
-                        queue.extendleft(call.split())
-                    else:
-                        yield call, outcomes
-        finally:
-            if arriving is not None:
-                self._selector.unregister(arriving)
-            for worker in [worker for worker in self.workers if worker.pending]:
-                with suppress(EngineError):  # the fork server has died, and the worker with it
-                    self._end(worker)
-
-    def _may_be_one_response(self, call: Call, first: Any) -> bool:
-        """Return whether one response of the call may have caused the failure of all of them."""
-        if not isinstance(first, Failure):
-            return False
-        is_late = first.kind == "timeout" and not self.callables[call.name].enforces_timeout
-        return first.kind in ("raised", "died") or is_late
-
-    def _dispatch(self, queue: deque[Call]) -> None:
-        """Start missing workers, and fill the workers' queues."""
-        while queue and len(self.workers) < self.num_workers:
-            pid, end = self.fork_server.fork()
-            self.workers.append(ForkedWorker(pid, end))
-            self._selector.register(end, selectors.EVENT_READ, self.workers[-1])
-        for worker in [worker for worker in self.workers if worker.is_ready]:
-            while queue and sum(self._call_seconds[call.name] for call in worker.pending) < _QUEUED_S:
-                call = queue.popleft()
-                try:
-                    is_submitted = worker.submit(call, self.callables[call.name].limit_s)
-                except OSError:  # the worker has died
-                    is_submitted = False
-                    if not worker.pending:  # with pending calls, reading the answers finds it out
-                        self._end(worker)
-                if not is_submitted:
-                    queue.appendleft(call)
-                    break
-
-    def _finished_calls(self, queue: deque[Call]) -> Iterator[tuple[Call, list[Any]]]:
-        """Wait for answers until the next deadline; yield the answered calls, and failures for those that are late.
-
-        Raises EngineError when a worker does not get ready.
-        """
-        busy = [worker for worker in self.workers if worker.pending or not worker.is_ready]
-        if not busy and queue:
+            answer = self._answer(call)
+        except Exception as error:  # whatever it is, callers must not wait forever
+            for future in call.futures:
+                with suppress(InvalidStateError):  # it was cancelled
+                    future.set_exception(error)
             return
-        limit = max(0.0, min(worker.deadline for worker in busy) - time.monotonic()) if busy else None
-        ready = [key.data for key, _ in self._selector.select(limit) if key.data is not None]
-        now = time.monotonic()
-        for worker in ready:
-            answers = worker.receive()
-            for answer in answers or ():
-                call, seconds = worker.pop_answered()
-                self._call_seconds[call.name] += (seconds - self._call_seconds[call.name]) / 4
-                yield call, answer
-            if answers is None and worker not in busy:
-                self._end(worker)
-            elif answers is None:
-                yield self._fail(worker, queue)
-        for worker in busy:
-            if worker not in ready and worker.deadline <= now:
-                yield self._fail(worker, queue, is_late=True)
+        if isinstance(answer, Failure):
+            is_late = answer.kind == "timeout" and not self._callables[call.name].enforces_timeout
+            if len(call.texts) > 1 and (is_late or answer.kind in ("raised", "died")):
+                for single in call.split():
+                    self._calls.put(single)
+                return
+            answer = [answer] * len(call.texts)
+        for future, outcome in zip(call.futures, answer, strict=True):
+            with suppress(InvalidStateError):
+                future.set_result(outcome)
 
-    def _fail(self, worker: ForkedWorker, queue: deque[Call], is_late: bool = False) -> tuple[Call, list[Any]]:
-        """End a worker; return its current call as failed, and put its other calls back into the queue.
+    def _answer(self, call: _Call) -> list[Any] | Failure:
+        """Return the worker's outcomes, or why the call failed as a whole. Raises EngineError."""
+        message = pickle.dumps((call.name, call.texts, call.rows))
+        loaded = self._callables[call.name]
+        while True:
+            worker = self._worker = self._worker or self._fork_server.start_worker()
+            try:
+                return worker.call(message, loaded.limit_s)
+            except BrokenPipeError:  # it had died before this call
+                self._end_worker()
+            except TimeoutError:
+                self._end_worker()
+                return Failure("timeout", f"took longer than its timeout_s of {loaded.timeout_s:g} s")
+            except EOFError:
+                return Failure("died", f"ended its process ({self._end_worker()})")
 
-        Raises EngineError for a worker that was never ready, since no call is at fault.
-        """
-        if not worker.is_ready:
-            exit_code = self._end(worker)
-            fact = "it was not ready in time" if is_late else f"it ended ({_describe_exit(exit_code)})"
-            raise EngineError(f"a worker process of reward functions did not start: {fact}.")
-        call, *others = worker.pending
-        queue.extendleft(reversed(others))
-        exit_code = self._end(worker)
-        if is_late:
-            failure = Failure("timeout", f"took longer than its timeout_s of {self._specs[call.name].timeout_s:g} s")
-        else:
-            failure = Failure("died", f"ended its process ({_describe_exit(exit_code)})")
-        return call, [failure] * len(call.indices)
-
-    def _end(self, worker: ForkedWorker) -> int:
-        self.workers.remove(worker)
-        self._selector.unregister(worker.socket)
-        worker.socket.close()
-        return self.fork_server.end(worker.pid)
+    def _end_worker(self) -> str:
+        worker, self._worker = self._worker, None
+        assert worker is not None
+        return self._fork_server.end_worker(worker)
 
 
-def _describe_exit(exit_code: int) -> str:
-    if exit_code >= 0:
-        return f"exit code {exit_code}"
-    known = {each.value: each.name for each in signal.Signals}
-    return known.get(-exit_code, f"signal {-exit_code}")
-
-
-def _stop_pool(workers: list[ForkedWorker], fork_server: ForkServer, selector: selectors.BaseSelector) -> None:
-    selector.close()
-    for worker in workers:
-        worker.socket.close()
-    workers.clear()
+def _stop_pool(calls: "SimpleQueue[_Call | None]", fork_server: ForkServer, num_workers: int) -> None:
+    for _ in range(num_workers):
+        calls.put(None)
     fork_server.stop()

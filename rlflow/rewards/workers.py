@@ -1,28 +1,60 @@
 """The fork server and the workers that it forks, as their pool sees them."""
 
 import pickle
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
 from rlflow.errors import EngineError
 from rlflow.rewards.base import CallableSpec
-from rlflow.rewards.calls import Call
 from rlflow.rewards.fork_server import NUMBER
-from rlflow.rewards.processes import Channel
 
-# Well below the buffer of a socket, so that sending to a worker whose function hangs does not block.
-_MAX_UNREAD_BYTES = 1 << 15
-# A socket's buffer holds a few hundred messages, however small they are.
-_MAX_UNREAD_CALLS = 64
 # The server may import libraries as large as torch before it starts; to fork, start and kill a worker is quick.
 _START_TIMEOUT_S, _ANSWER_TIMEOUT_S = 300.0, 30.0
+# A timeout of 0 would make a socket non-blocking.
+_LEAST_TIMEOUT_S = 1e-6
+
+
+class Worker:
+    """A worker process, which processes one call at a time. What it answers is trusted, as rlflow's own."""
+
+    def __init__(self, pid: int, end: socket.socket) -> None:
+        self.pid = pid
+        self._socket = end
+        self._answers = end.makefile("rb")
+
+    def wait_until_ready(self) -> None:
+        """Wait for the process to start. Raises TimeoutError, and EOFError if it has died."""
+        self._receive(_ANSWER_TIMEOUT_S)
+
+    def call(self, message: bytes, limit_s: float) -> Any:
+        """Send a pickled call and return the answer.
+
+        Raises BrokenPipeError if the process had died before, EOFError if it dies, and TimeoutError after ``limit_s``.
+        """
+        deadline = time.monotonic() + limit_s
+        self._socket.settimeout(limit_s)
+        self._socket.sendall(message)
+        return self._receive(deadline - time.monotonic())
+
+    def close(self) -> None:
+        """Close this end of the process's socket."""
+        self._answers.close()
+        self._socket.close()
+
+    def _receive(self, limit_s: float) -> Any:
+        self._socket.settimeout(max(_LEAST_TIMEOUT_S, limit_s))
+        try:
+            return pickle.load(self._answers)
+        except (ConnectionResetError, pickle.UnpicklingError) as error:  # it died before it read, or while it answered
+            raise EOFError from error
 
 
 class ForkServer:
@@ -37,109 +69,73 @@ class ForkServer:
                 command, stdin=subprocess.DEVNULL, pass_fds=[server_socket.fileno()], start_new_session=True
             )
         self.pid = process.pid
+        self.workers: list[Worker] = []
         self.stop = weakref.finalize(self, _stop_server, self._socket, process)
+        self._lock = threading.Lock()
+        """Held for one request at a time."""
         self._socket.settimeout(_START_TIMEOUT_S)
-        channel = Channel(self._socket)
-        try:
-            channel.send(pickle.dumps((sys.path, dict(specs))))
-            answers = channel.receive()
-        except OSError:
-            answers = None
-        if not answers:
-            raise EngineError("the fork server of reward functions did not start.")
-        if answers[0] is not None:
-            raise answers[0]
+        error: Exception | None = EngineError("the fork server of reward functions did not start.")
+        with suppress(OSError, EOFError), self._socket.makefile("rb") as answers:
+            self._socket.sendall(pickle.dumps((sys.path, dict(specs))))
+            error = pickle.load(answers)
+        if error is not None:
+            raise error
         self._socket.settimeout(_ANSWER_TIMEOUT_S)
 
-    def fork(self) -> tuple[int, socket.socket]:
-        """Fork a worker; return its process id and our end of its socket. Raises EngineError."""
+    def start_worker(self) -> Worker:
+        """Fork a worker and wait until it is ready. Raises EngineError."""
         our_end, worker_end = socket.socketpair()
         with worker_end:
             try:
-                return self._request(0, [worker_end.fileno()]), our_end
+                worker = Worker(self._request(0, [worker_end.fileno()]), our_end)
             except BaseException:
                 our_end.close()
                 raise
+        self.workers.append(worker)
+        try:
+            worker.wait_until_ready()
+        except (TimeoutError, EOFError) as error:
+            end = self.end_worker(worker)
+            fact = "it was not ready in time" if isinstance(error, TimeoutError) else f"it ended ({end})"
+            raise EngineError(f"a worker process of reward functions did not start: {fact}.") from None
+        return worker
 
-    def end(self, pid: int) -> int:
-        """Kill a worker with all that it started; return its exit code, or minus the number of its signal."""
-        return self._request(pid, [])
+    def end_worker(self, worker: Worker) -> str:
+        """Kill a worker with all that it started; return its exit code or the signal that ended it, as text."""
+        self.workers.remove(worker)
+        worker.close()
+        return _describe_exit(self._request(worker.pid, []))
 
     def _request(self, number: int, descriptors: list[int]) -> int:
         answer = b""
-        try:
-            with suppress(OSError):
-                socket.send_fds(self._socket, [NUMBER.pack(number)], descriptors)
-                answer = self._socket.recv(NUMBER.size, socket.MSG_WAITALL)
-        finally:
-            if len(answer) < NUMBER.size:
-                # A late answer would be read as the answer to the next request.
-                self._socket.close()
+        with self._lock:
+            try:
+                with suppress(OSError):
+                    socket.send_fds(self._socket, [NUMBER.pack(number)], descriptors)
+                    answer = self._socket.recv(NUMBER.size, socket.MSG_WAITALL)
+            finally:
+                if len(answer) < NUMBER.size:
+                    # A late answer would be read as the answer to the next request.
+                    self._socket.close()
         if len(answer) < NUMBER.size:
             raise EngineError("the fork server of reward functions has died.")
         return int(NUMBER.unpack(answer)[0])
 
 
+def _describe_exit(exit_code: int) -> str:
+    if exit_code >= 0:
+        return f"exit code {exit_code}"
+    names = {known.value: known.name for known in signal.Signals}
+    return names.get(-exit_code, f"signal {-exit_code}")
+
+
 def _stop_server(control: socket.socket, process: "subprocess.Popen[bytes]") -> None:
-    control.close()
-    with suppress(subprocess.TimeoutExpired):
+    # Another thread may be waiting for an answer.
+    with suppress(OSError):
+        control.shutdown(socket.SHUT_RDWR)
+    try:
         process.wait(_ANSWER_TIMEOUT_S)
-        return
-    process.kill()
-    process.wait()
-
-
-class ForkedWorker:
-    """A worker process with its queue of calls. When it is ready it processes the first call of the queue."""
-
-    def __init__(self, pid: int, end: socket.socket) -> None:
-        self.pid = pid
-        self.socket = end
-        self.pending: deque[Call] = deque()
-        """Calls that were sent and are not answered yet."""
-        self._channel = Channel(end)
-        self._sizes: deque[int] = deque()
-        self._limits: deque[float] = deque()
-        self.is_ready = False
-        """True once the process has started and takes calls."""
-        self._started = time.monotonic()
-        """The start of the current call, or of the process until it is ready, on the monotonic clock."""
-
-    @property
-    def deadline(self) -> float:
-        """Return when the current call must end, or the process be ready, on the monotonic clock."""
-        return self._started + (self._limits[0] if self.is_ready else _ANSWER_TIMEOUT_S)
-
-    def submit(self, call: Call, limit_s: float) -> bool:
-        """Send a call if the queue has room, and return whether it had. Raises OSError when the worker has died."""
-        now = time.monotonic()
-        if self.pending and (len(self.pending) > _MAX_UNREAD_CALLS or self.deadline <= now):
-            return False
-        message = pickle.dumps((call.name, call.texts, call.rows))
-        if self.pending and sum(self._sizes) - self._sizes[0] + len(message) > _MAX_UNREAD_BYTES:
-            return False
-        if not self.pending:
-            self._started = now
-        self.socket.settimeout(limit_s)
-        with suppress(TimeoutError):  # the call has then missed its deadline, which makes it fail
-            self._channel.send(message)
-        self.pending.append(call)
-        self._sizes.append(len(message))
-        self._limits.append(limit_s)
-        return True
-
-    def receive(self) -> list[Any] | None:
-        """Return the answers that have arrived; None when the worker has died. The first message makes it ready."""
-        messages = self._channel.receive()
-        if messages and not self.is_ready:
-            self.is_ready = True
-            return messages[1:]
-        return messages
-
-    def pop_answered(self) -> tuple[Call, float]:
-        """Remove the call that was just answered from the queue; return it and the seconds that it took."""
-        now = time.monotonic()
-        seconds, self._started = now - self._started, now
-        self._sizes.popleft()
-        self._limits.popleft()
-        return self.pending.popleft(), seconds
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    control.close()

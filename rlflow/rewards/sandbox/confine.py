@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from rlflow.rewards.processes import check_result, libc, prctl
 from rlflow.rewards.sandbox.root import MIB, PROGRAM, TMP, Limits
+from rlflow.system.processes import check_result, libc, prctl
 
 # Refused system calls, with their numbers on x86-64 and on aarch64.
 _REFUSED = {

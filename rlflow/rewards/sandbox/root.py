@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlflow.rewards.processes import check_result, libc
+from rlflow.system.processes import check_result, libc
 
 MIB = 2**20
 

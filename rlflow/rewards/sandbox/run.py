@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
 
 from rlflow.errors import first_line
-from rlflow.rewards.processes import PDEATHSIG, check_result, children, kill, libc, prctl
 from rlflow.rewards.sandbox.confine import NOBODY, exec_program, watch_program
 from rlflow.rewards.sandbox.root import MIB, Limits, build_root
+from rlflow.system.processes import PDEATHSIG, check_result, children, kill, libc, prctl
 
 # The guard enforces the deadline. The parent waits this much longer, in case a busy host delays the guard.
 _GRACE_S = 0.5

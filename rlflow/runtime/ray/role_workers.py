@@ -15,7 +15,6 @@ from rlflow.engines.registry import engine_kind
 from rlflow.errors import EngineError
 from rlflow.recipe import Model
 from rlflow.resources.layout import Worker
-from rlflow.rewards.processes import num_own_cpus, num_usable_cpus
 from rlflow.runtime.objects.budget import current_node
 from rlflow.runtime.objects.ray_api import this_host, wait_all
 from rlflow.runtime.objects.results import RemoteCall, StoreCalls
@@ -28,6 +27,7 @@ from rlflow.runtime.ray.waits import Waits
 from rlflow.runtime.ray.watchdog import Watchdog
 from rlflow.runtime.ray.worker import EngineWorker
 from rlflow.runtime.weights.sync import sync_weights
+from rlflow.system.processes import num_own_cpus, num_usable_cpus
 
 # Calls that run in one worker at a time: some push weights while others load them.
 _CONCURRENT_CALLS = 8

@@ -1,7 +1,7 @@
 """Conversations on an engine that takes new samples while it generates: none waits for another."""
 
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
@@ -36,13 +36,13 @@ LIMIT_S = 20.0
 class Here:
     """Worker processes in place of which this one answers, at once."""
 
-    def __init__(self, given: EnvironmentSpec, num_processes: int | None) -> None:
-        self._call = given.load(given.environment).call
+    def __init__(self, specs: Mapping[str, EnvironmentSpec], num_workers: int) -> None:
+        self._calls = {name: spec.load(name).call for name, spec in specs.items()}
 
-    def submit(self, questions: Sequence[Any]) -> "list[Future[Any]]":
-        futures: list[Future[Any]] = [Future() for _ in questions]
-        for future, (text, row, state) in zip(futures, questions, strict=True):
-            (answer,) = self._call([text], [(row, state)])
+    def submit(self, name: str, texts: Sequence[str], rows: Sequence[Any]) -> "list[Future[Any]]":
+        futures: list[Future[Any]] = [Future() for _ in texts]
+        for future, text, row in zip(futures, texts, rows, strict=True):
+            (answer,) = self._calls[name]([text], [row])
             future.set_result(answer)
         return futures
 
@@ -50,7 +50,7 @@ class Here:
 @pytest.fixture(autouse=True)
 def _here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.node.get_closest_marker("slow") is None:
-        monkeypatch.setattr(exchange, "EnvironmentCalls", Here)
+        monkeypatch.setattr(exchange, "ProcessPool", Here)
 
 
 def turn_of(key: Sequence[int], length: int = 4) -> list[int]:

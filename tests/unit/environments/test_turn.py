@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
@@ -15,11 +16,12 @@ import pytest
 from rlflow.environments.base import Environment, Observation
 from rlflow.environments.turn import EnvironmentSpec, TurnResult
 from rlflow.rewards.base import Failure, Kind, Row
-from rlflow.rewards.calls import Call
 from rlflow.rewards.pool import ProcessPool
-from tests.unit.environments import misbehaving
+from tests.unit.environments import meeting, misbehaving
 
 DEADLINE_S = 0.5
+# The most that a test waits for an outcome.
+LIMIT_S = 100.0
 Begun = tuple[Mapping[str, Any], str | bytes | None]
 
 
@@ -35,14 +37,8 @@ def pool() -> Iterator[ProcessPool]:
 def answers(
     pool: ProcessPool, texts: Sequence[str], begun: Sequence[Begun] | None = None
 ) -> list[TurnResult | Failure]:
-    """Return the answers of one call."""
-    call = Call("it", range(len(texts)), texts, begun or [({}, None)] * len(texts))
-    found = {
-        place: answer
-        for call, every in pool.outcomes([call])
-        for place, answer in zip(call.indices, every, strict=True)
-    }
-    return [found[place] for place in range(len(texts))]
+    """Return the answers to some turns."""
+    return [future.result(LIMIT_S) for future in pool.submit("it", texts, begun or [({}, None)] * len(texts))]
 
 
 @pytest.mark.parametrize(
@@ -79,6 +75,35 @@ def test_a_conversation_continues_from_its_state_in_any_worker(pool: ProcessPool
         ("2", False, 0.5),
         ("", True, 1.0),
     ]
+
+
+def test_answers_belong_to_their_turns(pool: ProcessPool) -> None:
+    """Two calls of up to four turns each, one of which ends its process."""
+    first = answers(pool, ["good", "end", "its own kind", "raise", "good"])
+    assert [answer.text if isinstance(answer, TurnResult) else answer.kind for answer in first] == [
+        *("1", "", "1", "raised", "1")
+    ]
+
+
+def test_an_answer_has_at_most_16_mib(pool: ProcessPool) -> None:
+    (answer,) = answers(pool, ["keep much"])
+    assert isinstance(answer, Failure)
+    assert "returned 17 MiB, more than 16" in answer.reason
+
+
+def test_a_turn_is_answered_while_another_takes_its_time(tmp_path: Path) -> None:
+    options = {"file": str(tmp_path / "ended"), "waits": True}
+    pool = ProcessPool({"meeting": EnvironmentSpec(f"{meeting.__name__}:Meeting", options, LIMIT_S)}, 2)
+    (late,) = pool.submit("meeting", [""], [({"name": "late"}, None)])
+    state = None
+    for _ in range(meeting.TURNS):
+        assert not late.done()
+        (early,) = pool.submit("meeting", [""], [({"name": "early"}, state)])
+        answer = early.result(LIMIT_S)
+        assert isinstance(answer, TurnResult)
+        state = answer.state
+    assert isinstance(late.result(LIMIT_S), TurnResult)
+    pool.stop()
 
 
 def test_a_beginning_may_fail(pool: ProcessPool) -> None:

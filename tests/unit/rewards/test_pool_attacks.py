@@ -15,12 +15,11 @@ from typing import Any
 
 import pytest
 
-from rlflow.rewards import callables
+from rlflow.rewards import base
 from rlflow.rewards.base import Outcome
 from rlflow.rewards.callables import RewardTerm
-from rlflow.rewards.calls import Call
 from rlflow.rewards.pool import ProcessPool
-from rlflow.rewards.processes import children
+from rlflow.system.processes import children
 from tests.unit.rewards import ordinary
 from tests.unit.rewards.attacks import ATTACKS, Attack
 from tests.unit.rewards.sandboxes import needs_sandbox
@@ -39,22 +38,21 @@ def pool() -> Iterator[ProcessPool]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TOKEN", "secret")
         # A worker that is killed because the machine is busy would be taken for one that a program ended.
-        patch.setattr(callables, "_GRACE_S", LATE_S)
+        patch.setattr(base, "_GRACE_S", LATE_S)
         pool = ProcessPool(terms, num_workers=1)
         yield pool
         pool.stop()
 
 
 def outcome(pool: ProcessPool, name: str, program: str, test: Mapping[str, Any]) -> Outcome:
-    call = Call(name, [0], [f"```python\n{program}\n```"], [{"tests": [test]}])
-    before = [worker.pid for worker in pool.workers]
+    before = [worker.pid for worker in pool.fork_server.workers]
     began = time.monotonic()
-    ((_, (given,)),) = list(pool.outcomes([call]))
+    (future,) = pool.submit(name, [f"```python\n{program}\n```"], [{"tests": [test]}])
+    answer: Outcome = future.result(2 * LATE_S)
     assert time.monotonic() - began < LATE_S
-    (worker,) = pool.workers
+    (worker,) = pool.fork_server.workers
     assert before in ([], [worker.pid]), "the worker was ended"
     assert children(worker.pid) == [], "something of it still runs"
-    answer: Outcome = given
     return answer
 
 

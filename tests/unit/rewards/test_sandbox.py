@@ -11,11 +11,11 @@ import pytest
 
 from rlflow.rewards.base import Failure
 from rlflow.rewards.functions import code
-from rlflow.rewards.processes import CHILD_SUBREAPER, children, prctl
 from rlflow.rewards.sandbox import confine, root
 from rlflow.rewards.sandbox import run as run_module
 from rlflow.rewards.sandbox.root import Limits
 from rlflow.rewards.sandbox.run import Exit, SandboxError, run
+from rlflow.system.processes import CHILD_SUBREAPER, children, prctl
 from tests.unit.rewards.sandboxes import needs_sandbox
 
 LIMITS = Limits(timeout_s=5.0)

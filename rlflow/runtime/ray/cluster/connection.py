@@ -16,11 +16,11 @@ from typing import Any
 
 from rlflow.errors import EngineError, PlacementError, UserError, first_line
 from rlflow.resources.cluster import Cluster
-from rlflow.rewards.processes import descendants, kill
 from rlflow.runtime.objects.ray_api import import_ray
 from rlflow.runtime.ray.cluster.hosts import SIMULATED_LABEL, is_reachable, live_hosts
 from rlflow.runtime.ray.cluster.services import alive_hosts
 from rlflow.runtime.ray.cluster.signals import keeping_signal_handler, own_process_groups
+from rlflow.system.processes import descendants, kill
 
 # Seconds in which simulated hosts must start.
 _START_S = 120.0

@@ -148,7 +148,7 @@ def test_simulated_hosts_share_the_cores_and_keep_the_limit(
 ) -> None:
     """With 64 cores, each of eight workers has eight."""
     monkeypatch.setattr("rlflow.runtime.ray.role_workers.num_usable_cpus", lambda: 64)
-    monkeypatch.setattr("rlflow.rewards.processes.num_usable_cpus", lambda: 64)
+    monkeypatch.setattr("rlflow.system.processes.num_usable_cpus", lambda: 64)
     monkeypatch.delenv("OMP_NUM_THREADS")
     if limit:
         monkeypatch.setenv("OMP_NUM_THREADS", limit)

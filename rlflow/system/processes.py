@@ -1,14 +1,10 @@
-"""Linux tools for groups of processes, and a channel for messages between them."""
+"""Linux tools for groups of processes, and the CPUs that they may use."""
 
 import ctypes
 import os
-import pickle
 import signal
-import socket
-import struct
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 # Options of prctl.
 PDEATHSIG, CHILD_SUBREAPER = 1, 36
@@ -82,43 +78,3 @@ def num_own_cpus() -> int:
     """Return the usable CPUs, or ``OMP_NUM_THREADS`` if that is fewer: an engine's share of its host, or the user's."""
     share = os.environ.get("OMP_NUM_THREADS", "")
     return min(num_usable_cpus(), int(share)) if share.isdecimal() and int(share) else num_usable_cpus()
-
-
-_LENGTH = struct.Struct("<Q")
-_CHUNK = 1 << 16
-
-
-class Channel:
-    """One end of a stream socket that carries pickled messages, each after its length.
-
-    Both ends are processes of rlflow: what is unpickled is trusted.
-    """
-
-    def __init__(self, end: socket.socket) -> None:
-        self.socket = end
-        self._received = bytearray()
-
-    def send(self, message: bytes) -> None:
-        """Send a pickled message. Raises OSError when the other end is closed or does not read within the timeout."""
-        self.socket.sendall(_LENGTH.pack(len(message)) + message)
-
-    def receive(self) -> list[Any] | None:
-        """Wait for bytes and return the complete messages, perhaps none; None when the other end is closed.
-
-        Raises TimeoutError.
-        """
-        try:
-            new = self.socket.recv(_CHUNK)
-        except ConnectionResetError:
-            new = b""
-        if not new:
-            return None
-        self._received += new
-        complete = []
-        while len(self._received) >= _LENGTH.size:
-            end = _LENGTH.size + _LENGTH.unpack_from(self._received)[0]
-            if len(self._received) < end:
-                break
-            complete.append(pickle.loads(memoryview(self._received)[_LENGTH.size : end].tobytes()))
-            del self._received[:end]
-        return complete

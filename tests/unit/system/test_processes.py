@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rlflow.rewards import processes
+from rlflow.system import processes
 
 
 @pytest.mark.parametrize(
