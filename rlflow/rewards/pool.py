@@ -120,7 +120,8 @@ class _Dispatcher:
         while True:
             worker = self._worker = self._worker or self._fork_server.start_worker()
             try:
-                return worker.call(message, loaded.limit_s)
+                answer: list[Any] | Failure = worker.call(message, loaded.limit_s)
+                return answer
             except BrokenPipeError:  # it had died before this call
                 self._end_worker()
             except TimeoutError:
