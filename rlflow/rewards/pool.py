@@ -17,7 +17,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from rlflow.rewards.base import CallableSpec, Failure, LoadedCallable
-from rlflow.rewards.workers import ForkServer, Worker
+from rlflow.rewards.workers import ForkedWorker, ForkServer
 from rlflow.system.processes import num_usable_cpus
 
 
@@ -81,7 +81,7 @@ class _Dispatcher:
         callables: Mapping[str, LoadedCallable],
     ) -> None:
         self._calls, self._fork_server, self._callables = calls, fork_server, callables
-        self._worker: Worker | None = None
+        self._worker: ForkedWorker | None = None
 
     def run(self) -> None:
         """Process calls until None arrives; the work of a thread."""

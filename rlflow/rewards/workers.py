@@ -22,7 +22,7 @@ _START_TIMEOUT_S, _ANSWER_TIMEOUT_S = 300.0, 30.0
 _LEAST_TIMEOUT_S = 1e-6
 
 
-class Worker:
+class ForkedWorker:
     """A worker process, which processes one call at a time. What it answers is trusted, as rlflow's own."""
 
     def __init__(self, pid: int, end: socket.socket) -> None:
@@ -69,7 +69,7 @@ class ForkServer:
                 command, stdin=subprocess.DEVNULL, pass_fds=[server_socket.fileno()], start_new_session=True
             )
         self.pid = process.pid
-        self.workers: list[Worker] = []
+        self.workers: list[ForkedWorker] = []
         self.stop = weakref.finalize(self, _stop_server, self._socket, process)
         self._lock = threading.Lock()
         """Held for one request at a time."""
@@ -82,12 +82,12 @@ class ForkServer:
             raise error
         self._socket.settimeout(_ANSWER_TIMEOUT_S)
 
-    def start_worker(self) -> Worker:
+    def start_worker(self) -> ForkedWorker:
         """Fork a worker and wait until it is ready. Raises EngineError."""
         our_end, worker_end = socket.socketpair()
         with worker_end:
             try:
-                worker = Worker(self._request(0, [worker_end.fileno()]), our_end)
+                worker = ForkedWorker(self._request(0, [worker_end.fileno()]), our_end)
             except BaseException:
                 our_end.close()
                 raise
@@ -100,7 +100,7 @@ class ForkServer:
             raise EngineError(f"a worker process of reward functions did not start: {fact}.") from None
         return worker
 
-    def end_worker(self, worker: Worker) -> str:
+    def end_worker(self, worker: ForkedWorker) -> str:
         """Kill a worker with all that it started; return its exit code or the signal that ended it, as text."""
         self.workers.remove(worker)
         worker.close()
