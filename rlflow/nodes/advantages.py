@@ -63,8 +63,8 @@ class LeaveOneOutAdvantage(Node, kind="leave_one_out_advantage", unit="group"):
 
     def run(self, rollouts: Rollouts, rewards: Rewards) -> RolloutAdvantages:
         group, sizes = groups_of(rollouts, rewards)
-        others = np.maximum(sizes - 1, 1)
-        return repeat_for_tokens(center_in_groups(rewards, group, sizes) * (sizes / others)[group], rollouts)
+        num_others = np.maximum(sizes - 1, 1)
+        return repeat_for_tokens(center_in_groups(rewards, group, sizes) * (sizes / num_others)[group], rollouts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,8 +146,8 @@ class TokenAdvantage(Node, kind="token_advantage", unit="batch", reads_tokens=Tr
             before = np.concatenate([[0.0], np.cumsum(kl.values)])
             # For each token, the sum over itself and the later tokens of its row.
             values -= self.kl_coef * (np.repeat(before[offsets[1:]], lengths) - before[:-1])
-        excluded, own = np.isnan(rewards.values), rollouts.own_tokens().values
-        advantages = whiten(values, own, unbiased=self.unbiased).astype(np.float32)
+        excluded, is_own = np.isnan(rewards.values), rollouts.own_tokens().values
+        advantages = whiten(values, is_own, unbiased=self.unbiased).astype(np.float32)
         return TokenAdvantages(values=Packed(advantages, offsets), excluded=excluded)
 
 

@@ -95,13 +95,13 @@ class GaeAdvantage(Node, kind="gae_advantage", unit="batch", reads_tokens=True):
         old_logprobs: Logprobs | None = None,
         state: KlCoefficient | None = None,
     ) -> GaeAdvantages:
-        own, offsets = rollouts.own_tokens().values, offsets_of(rollouts.own_lengths)
+        is_own, offsets = rollouts.own_tokens().values, offsets_of(rollouts.own_lengths)
         has_own = rollouts.own_lengths > 0
         known, last = ~np.isnan(rewards.values) & has_own, offsets[1:][has_own] - 1
-        expected = values.values.values[own].astype(np.float64)
+        expected = values.values.values[is_own].astype(np.float64)
         token_rewards, kl = np.zeros_like(expected), 0.0
         if reference is not None:
-            divergence = token_kl(self.kl_estimator, rollouts, reference, old_logprobs).values[own]
+            divergence = token_kl(self.kl_estimator, rollouts, reference, old_logprobs).values[is_own]
             token_rewards -= (self.kl_coef if state is None else state.kl_coef) * divergence
             before = np.concatenate([[0.0], np.cumsum(divergence)])
             kl = float(np.diff(before[offsets])[known].mean())
@@ -117,9 +117,9 @@ class GaeAdvantage(Node, kind="gae_advantage", unit="batch", reads_tokens=True):
         weights = np.ones(len(advantages), np.bool_)
         normalized = whiten(advantages, weights, unbiased=self.unbiased) if self.normalize else advantages
         return GaeAdvantages(
-            values=_spread_over_tokens(normalized, own, values.values),
+            values=_spread_over_tokens(normalized, is_own, values.values),
             excluded=~known,
-            returns=_spread_over_tokens(returns, own, values.values),
+            returns=_spread_over_tokens(returns, is_own, values.values),
             explained_variance=float(1 - np.nanvar(advantages) / variance) if variance else 0.0,
             kl=kl,
         )
@@ -140,10 +140,10 @@ def discounted_sums(column: Packed, discount: float) -> NDArray[np.float64]:
     return sums
 
 
-def _spread_over_tokens(values: NDArray[np.float64], own: NDArray[np.bool_], column: Packed) -> Packed:
+def _spread_over_tokens(values: NDArray[np.float64], is_own: NDArray[np.bool_], column: Packed) -> Packed:
     """Return the values of the model's own tokens as rows like ``column``, with 0 for the other tokens."""
-    spread = np.zeros(len(own), np.float32)
-    spread[own] = values
+    spread = np.zeros(len(is_own), np.float32)
+    spread[is_own] = values
     return column.like(spread)
 
 

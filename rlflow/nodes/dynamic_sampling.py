@@ -26,8 +26,8 @@ class DynamicSampling(Node, kind="dynamic_sampling", unit="group"):
 
     def run(self, rollouts: Rollouts, rewards: Rewards) -> Selection:
         prompts, group = np.unique(rollouts.keys[:, :2], axis=0, return_inverse=True)
-        least, most = np.full(len(prompts), np.inf), np.full(len(prompts), -np.inf)
+        lowest, highest = np.full(len(prompts), np.inf), np.full(len(prompts), -np.inf)
         known = np.flatnonzero(~np.isnan(rewards.values))
-        np.minimum.at(least, group[known], rewards.values[known])
-        np.maximum.at(most, group[known], rewards.values[known])
-        return Selection(chosen=least < most)
+        np.minimum.at(lowest, group[known], rewards.values[known])
+        np.maximum.at(highest, group[known], rewards.values[known])
+        return Selection(chosen=lowest < highest)
