@@ -57,7 +57,7 @@ _PROBLEMS = (
     "unfinished",
     "generated_again",
 )
-_KINDS = ("batches", "ahead", "overcommit")
+_KINDS = ("batches", "ahead")
 
 
 @dataclass(frozen=True)
@@ -92,11 +92,8 @@ def plan_of(folder: Path, kind: str, **checkpoint_options: int) -> Plan:
     probe = Probe(name="kills", hidden_size=32, num_layers=2, batch_size=3, group_size=4, max_tokens=6)
     recipe = recipe_of(probe)
     recipe["roles"]["actor"]["optimizer"] = {"learning_rate": 1e-2, "schedule": "linear"}
-    if kind == "overcommit":
-        recipe["graph"]["rollouts"]["overcommit"] = 0.67
-    else:
-        # A prompt and its responses are a batch of their own.
-        recipe["roles"]["rollout"]["micro_batch_tokens"] = 16
+    # A prompt and its responses are a batch of their own.
+    recipe["roles"]["rollout"]["micro_batch_tokens"] = 16
     if kind == "ahead":
         recipe["overlap"] = {"max_staleness": 1}
     # Responses of a random model differ in it, so that every step changes the weights.

@@ -44,7 +44,7 @@ COUNTS = {
     "max_position_embeddings",
 }
 """Whole numbers from 1 that fit into 32 bits."""
-SHARES = {"top_p", "overcommit", "gpu_memory_utilization", "lam", "gamma", "label_smoothing", "clip_eps"}
+SHARES = {"top_p", "gpu_memory_utilization", "lam", "gamma", "label_smoothing", "clip_eps"}
 """Numbers from 0 to 1."""
 POSITIVE = {
     "learning_rate",

@@ -131,9 +131,6 @@ def check_resampling(recipe: Recipe, graph: Graph) -> None:
             fact = f"keeps a state that changes once a step, and {path} runs it several times in a step"
             fix = f"remove the option that needs the state (as kl_target), or {path}"
             raise GraphError(f"graph.{node.name}", fact, fix=fix)
-        if isinstance(node.operation, Generate) and node.operation.overcommit:
-            fact = f"some prompts start before their step, but {path} chooses the prompts within a step"
-            raise GraphError(f"graph.{node.name}.overcommit", fact, fix=f"graph.{node.name}.overcommit=0")
 
 
 def check_overlap(recipe: Recipe, graph: Graph) -> None:
@@ -151,9 +148,6 @@ def check_overlap(recipe: Recipe, graph: Graph) -> None:
             trained = role in graph.trained_roles()
             why = "is trained itself, so it cannot generate meanwhile" if trained else "follows no trained role"
             raise RecipeError(path, f"role '{role}' of graph.{node.name} {why}", fix=f"{path}=0")
-        if isinstance(node.operation, Generate) and node.operation.overcommit:
-            fact = "also starts prompts before their step, and overlap does so already"
-            raise GraphError(f"graph.{node.name}.overcommit", fact, fix=f"graph.{node.name}.overcommit=0")
         others = [each for each in graph.nodes if each.role == role and each not in ahead]
         if others:
             fact = f"role '{role}' also runs graph.{others[0].name}, which belongs to the step that trains"

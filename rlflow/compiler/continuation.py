@@ -68,7 +68,7 @@ def check_continuation(before: Experiment, now: Experiment, run: object) -> None
         known=(
             "steps",
             "evaluation",
-            "data.batch_size without overcommit and overlap",
+            "data.batch_size without overlap",
             "learning_rate, schedule and warmup_steps of an optimizer",
         ),
         fix=f"{again}, or a new run that starts from models.NAME.path={run}/model/ROLE",
@@ -88,8 +88,7 @@ def _with_optimizers(experiment: Experiment) -> dict[str, Any]:
 
 
 def _may_change(path: str, now: Experiment) -> bool:
-    starts_early = "overlap" in now or any(node.get("overcommit") for node in now["graph"].values())
-    if path == "data.batch_size" and starts_early:
+    if path == "data.batch_size" and "overlap" in now:
         return False  # rollouts in a checkpoint remember their prompts by step
     return _MAY_CHANGE.fullmatch(path) is not None
 

@@ -7,7 +7,6 @@ import numpy as np
 
 from rlflow.batch import Metrics, Packed, Pairs, Prompts, Repeated, Sequences
 from rlflow.compiler.graph import SOURCES, Graph
-from rlflow.nodes.generate import Generate
 from rlflow.resources.workload import Edge, Task
 
 # Token ids are int32; logprobs and values are float32, and so are numbers repeated for all tokens of a sample.
@@ -35,8 +34,6 @@ def graph_edges(graph: Graph, tasks: tuple[Task, ...], text_bytes: float) -> tup
         if not issubclass(output := node.operation.output(), Metrics):
             readers = tuple(dict.fromkeys(_readers(graph, node.name)))
             ragged, numbers = _output_bytes(output, by_node[node.name], text_bytes)
-            if isinstance(node.operation, Generate):
-                ragged *= node.operation.stored_copies
             # Numbers come to the controller.
             role = node.role or (by_node[node.name].hosts_of if ragged else None)
             edges.append(Edge(name=node.name, role=role, bytes=ragged + numbers, stored=ragged, readers=readers))

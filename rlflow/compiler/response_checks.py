@@ -72,10 +72,8 @@ def _check_old_logprobs(recipe: Recipe, graph: Graph, node: GraphNode, old: Grap
     generator = _generator(node, graph)
     if generator is None or generator.role != role or not getattr(node.operation, "correction", None):
         return
-    assert isinstance(generator.operation, Generate)
-    if not generator.operation.overcommit:
-        fact = f"is always 1: graph.{old.name} has the logprobs of '{role}', which also samples the responses"
-        raise GraphError(f"graph.{node.name}.correction", fact, fix=fix)
+    fact = f"is always 1: graph.{old.name} has the logprobs of '{role}', which also samples the responses"
+    raise GraphError(f"graph.{node.name}.correction", fact, fix=fix)
 
 
 def _generator(node: GraphNode, graph: Graph) -> GraphNode | None:

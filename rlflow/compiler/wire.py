@@ -1,7 +1,6 @@
 """wire: build the graph of a recipe, and check every edge, role and engine in it."""
 
 from collections.abc import Mapping
-from math import ceil
 from typing import Any
 
 import networkx as nx
@@ -11,7 +10,6 @@ from rlflow.batch import Metrics, Selection
 from rlflow.compiler.graph import SOURCES, Graph, GraphNode, accuracy_node, evaluation_nodes
 from rlflow.compiler.role_checks import check_roles
 from rlflow.engines.base import choose_head
-from rlflow.engines.registry import engine_kind, engine_names
 from rlflow.errors import GraphError, RecipeError, below, did_you_mean
 from rlflow.extras import check_trackers
 from rlflow.nodes.base import KINDS, Node
@@ -42,7 +40,6 @@ def wire(recipe: Recipe) -> Graph:
     _check_evaluation(recipe, graph)
     _check_heads(graph)
     check_roles(recipe, graph)
-    _check_overcommit(recipe, graph)
     return graph
 
 
@@ -193,25 +190,3 @@ def _check_heads(graph: Graph) -> None:
         if head != needed:
             fact = f"graph.{other} needs '{node.role}' to have a {head} head, and this node needs a {needed} head"
             raise GraphError(f"graph.{node.name}.role", fact, fix="two roles")
-
-
-def _check_overcommit(recipe: Recipe, graph: Graph) -> None:
-    reading = [node.name for node in graph.nodes if "prompts" in node.inputs.values()]
-    for node in graph.nodes:
-        if not isinstance(node.operation, Generate) or not node.operation.overcommit or node.role is None:
-            continue
-        path, share, size = f"graph.{node.name}.overcommit", node.operation.overcommit, recipe.data.batch_size
-        if not node.operation.prompts_ahead(size):
-            fact = f"{share:g} of {size} prompts (data.batch_size) is less than one"
-            least = ceil(1e4 / size) / 1e4
-            raise RecipeError(path, fact, fix=f"{path}={least:g}, or 0" if size > 1 else f"{path}=0")
-        if reading != [node.name]:
-            fact = f"some prompts start before their step, but these nodes read a step's prompts: {', '.join(reading)}"
-            raise GraphError(path, fact, fix=f"{path}=0")
-        if not engine_kind(recipe.roles[node.role].engine).can_resume:
-            raise RecipeError(
-                path,
-                f"engine '{recipe.roles[node.role].engine}' of role '{node.role}' cannot resume a partial rollout",
-                known=[name for name in engine_names() if engine_kind(name).can_resume],
-                fix=f"one of the known engines, or {path}=0",
-            )

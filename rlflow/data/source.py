@@ -48,10 +48,6 @@ class DataSource:
     """The held-out rows of each evaluation set; the one of ``eval_split`` has an empty name."""
     rejected_ids: Packed | None = None
     """The rejected responses of pairs."""
-    ahead: int = 0
-    """Prompts that are handed out early: the first step receives so many more, and the last fewer."""
-    steps: int = 0
-    """The steps of the run, needed with ``ahead`` so that no prompts are handed out beyond the last step."""
     warnings: tuple[str, ...] = ()
     """Messages about prompts that were too long."""
     resumed_at: tuple[int, int] = (0, 0)
@@ -60,10 +56,8 @@ class DataSource:
     """The tokenizer of all ids, which ``texts`` needs."""
 
     def prompts(self, step: int) -> Prompts:
-        """Return the prompts of ``step``, counted from 0: ``batch_size``, or more and fewer because of ``ahead``."""
-        first, end = self._first_position(step), self._first_position(step + 1)
-        if self.ahead:
-            end = min(end, self._position(self.steps))
+        """Return ``batch_size`` prompts for ``step``, counted from 0."""
+        first, end = self._position(step), self._position(step + 1)
         return self._prompts_at(_keys(step, end - first), np.arange(first, end))
 
     def prompts_from(self, position: int, step: int, first: int, count: int) -> Prompts:
@@ -71,12 +65,6 @@ class DataSource:
         keys = _keys(step, count)
         keys[:, 1] += first
         return self._prompts_at(keys, np.arange(position, position + count))
-
-    def prompts_with_keys(self, keys: NDArray[np.int64]) -> Prompts:
-        """Return the prompts that ``prompts`` gave these keys, [P, 3]."""
-        return self._prompts_at(
-            keys, np.array([self._first_position(step) for step in keys[:, 0].tolist()]) + keys[:, 1]
-        )
 
     def copy_locally(self, rollouts: Rollouts) -> Rollouts:
         """Copy rollouts out of the object store into this object's process."""
@@ -125,12 +113,8 @@ class DataSource:
         half = _MAX_CHARACTERS // 2
         return text if len(text) <= _MAX_CHARACTERS else f"{text[:half]} [...] {text[-half:]}"
 
-    def _first_position(self, step: int) -> int:
-        """Return the position of the first prompt that ``step`` receives."""
-        return self._position(step) + (self.ahead if step else 0)
-
     def _position(self, step: int) -> int:
-        """Return the position where ``step`` begins without ``ahead``."""
+        """Return the position where ``step`` begins."""
         first_step, rows = self.resumed_at
         return rows + (step - first_step) * self.data.batch_size
 

@@ -50,17 +50,10 @@ class Sampling:
 class Turns(Protocol):
     """The turns of conversations, in which something answers a model. An engine knows nothing else of them."""
 
-    def generate(
-        self,
-        engine: "Generates",
-        prompts: Prompts,
-        sampling: Sampling,
-        partial: Rollouts | None = None,
-        num_groups: int | None = None,
-    ) -> Rollouts:
+    def generate(self, engine: "Generates", prompts: Prompts, sampling: Sampling) -> Rollouts:
         """Return conversations whose turns ``engine`` generates, one batch of turns after another.
 
-        ``partial`` and ``num_groups`` are those of ``Continues``. The engine has a ``tokenizer``.
+        The engine has a ``tokenizer``.
         """
 
     def session_engine(self, engine: Any) -> Any:
@@ -177,21 +170,6 @@ class Follows(Protocol):
 
 
 @runtime_checkable
-class Continues(Protocol):
-    """An engine that can stop in the middle of responses and resume them in a later call."""
-
-    def continue_rollouts(
-        self, prompts: Prompts, sampling: Sampling, partial: Rollouts | None, num_groups: int
-    ) -> Rollouts:
-        """Resume the rollouts in ``partial`` and start others, until ``num_groups`` groups are complete.
-
-        Rows are in the order of keys, in ``partial`` too. A returned row that is neither finished nor ``max_tokens``
-        long was interrupted; a sample that was never started has no row. New tokens carry the version of the weights
-        that generated them.
-        """
-
-
-@runtime_checkable
 class Sleeps(Protocol):
     """An engine that can release its GPU memory while other roles on its GPUs work."""
 
@@ -211,8 +189,7 @@ class Sleeps(Protocol):
 
 
 CAPABILITIES: dict[str, type] = {
-    protocol.__name__: protocol
-    for protocol in (Generates, Scores, ScoresBase, Values, Evaluates, Trains, Follows, Continues)
+    protocol.__name__: protocol for protocol in (Generates, Scores, ScoresBase, Values, Evaluates, Trains, Follows)
 }
 
 Head = Literal["vocabulary", "value", "reward"]
@@ -304,15 +281,6 @@ class EngineKind:
     def capabilities(self) -> frozenset[str]:
         """Return the capabilities that the class has."""
         return capabilities_of(self.engine)
-
-    @property
-    def can_resume(self) -> bool:
-        """Return whether a generation can stop before all responses are done and resume in a later one.
-
-        An engine can do that by ``Continues``. An engine that runs in its own process and takes new samples while it
-        generates is interrupted by the runtime, sample by sample.
-        """
-        return (self.concurrent and self.package is not None) or "Continues" in self.capabilities
 
 
 def capabilities_of(engine: type[Any]) -> frozenset[str]:

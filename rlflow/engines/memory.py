@@ -17,7 +17,7 @@ VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC
 _OPTION = "expandable_segments"
 
 PHASES: Mapping[str, str] = {
-    **dict.fromkeys(("generate", "continue_rollouts", "advance"), "generate"),
+    **dict.fromkeys(("generate", "advance"), "generate"),
     **dict.fromkeys(("logprobs", "base_logprobs", "values", "evaluate"), "score"),
     "update": "update",
     "load_weights": "sync",

@@ -1,6 +1,6 @@
 """The transformers engine: generates and scores with a model of the transformers library, in this process."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,6 @@ from rlflow.engines.causal_lm.decoding import decode
 from rlflow.engines.causal_lm.micro_batches import build_micro_batches, restore_order
 from rlflow.engines.causal_lm.pretrained import load_model, load_tokenizer, merge_end_ids
 from rlflow.engines.causal_lm.token_outputs import token_scores
-from rlflow.engines.group_progress import GroupProgress, PartialResponse, prepend_partial
 from rlflow.engines.journal import Journal
 from rlflow.engines.memory import TunableEngine
 from rlflow.engines.serving.weights import ExpectedWeights
@@ -36,7 +35,7 @@ class _DecodingBatch:
 
 
 class TransformersEngine(TunableEngine, ProfiledEngine):
-    """The engine for small models, on a CPU or on a GPU. It follows a trained role, and can resume rollouts."""
+    """The engine for small models, on a CPU or on a GPU. It follows a trained role."""
 
     def __init__(self, spec: EngineSpec) -> None:
         import torch
@@ -72,43 +71,6 @@ class TransformersEngine(TunableEngine, ProfiledEngine):
             self._journal.add(parts[-1], members, sampling)
         return Rollouts.concatenate(parts)
 
-    def continue_rollouts(
-        self, prompts: Prompts, sampling: Sampling, partial: Rollouts | None, num_groups: int
-    ) -> Rollouts:
-        if sampling.turns is not None:
-            return sampling.turns.generate(self, prompts, sampling, partial, num_groups)
-        self._check_version()
-        groups = GroupProgress(prompts, sampling, partial)
-        rows = np.flatnonzero(~groups.done)
-        samples, before = prompts.repeat(sampling.group_size).take(rows), groups.partial_responses(rows)
-        # The model reads a prompt and its partial response as one longer prompt.
-        inputs = Packed.from_rows(
-            [np.concatenate([samples.ids[row], response.ids]) for row, response in enumerate(before)], np.int32
-        )
-        seeds = [sample_seed(self._spec.seed, key) for key in samples.keys]
-        single = replace(sampling, group_size=1)
-        parts = []
-        for batch in self._decoding_batches(inputs.lengths, 1):
-            if groups.num_complete >= num_groups:
-                break
-            first, end = batch.first_prompt, batch.first_prompt + batch.num_prompts
-            members = np.arange(first, end)
-            new = decode(
-                self._model,
-                inputs.take(members),
-                single,
-                seeds[first:end],
-                self._end_ids,
-                num_generated=groups.initial_lengths[rows[members]],
-                stop=_stop_when_complete(groups, rows[members], num_groups),
-            )
-            scores = np.concatenate(new.logprobs)
-            members_samples = samples.take(members)
-            parts.append(self._build_rollouts(members_samples, sampling, new.ids, scores, new.finished, before[first:]))
-        rollouts = groups.merge(parts)
-        assert rollouts is not None, "at least one group must be requested"
-        return rollouts
-
     def _build_rollouts(
         self,
         samples: Prompts,
@@ -116,14 +78,11 @@ class TransformersEngine(TunableEngine, ProfiledEngine):
         ids: Sequence[NDArray[np.int32]],
         scores: NDArray[np.float32],
         finished: NDArray[np.bool_],
-        before: Sequence[PartialResponse] = (),
     ) -> Rollouts:
-        """Return rollouts: partial responses ``before``, then the new tokens ``ids`` with logprobs ``scores``."""
+        """Return the rollouts of the new tokens ``ids`` with logprobs ``scores``."""
         response_ids = Packed.from_rows(ids, np.int32)
         logprobs = response_ids.like(scores)
         versions = Repeated(np.full(len(response_ids), self._version, np.int32), response_ids.lengths)
-        if before:
-            response_ids, logprobs, versions = prepend_partial(before[: len(samples)], response_ids, logprobs, versions)
         responses = [response_ids[row] for row in range(len(samples))]
         return Rollouts(
             keys=samples.keys,
@@ -175,18 +134,6 @@ class TransformersEngine(TunableEngine, ProfiledEngine):
             for name, tensor in expected.check(self._spec.role, weights):
                 values[name].copy_(tensor)
         self._version = self._journal.version = version
-
-
-def _stop_when_complete(
-    groups: GroupProgress, rows: NDArray[np.int64], num_groups: int
-) -> Callable[[NDArray[np.int64]], bool]:
-    """Return a function that marks the rows that ended as done, and says whether enough groups are complete."""
-
-    def stop(ended: NDArray[np.int64]) -> bool:
-        groups.done[rows[ended]] = True
-        return groups.num_complete >= num_groups
-
-    return stop
 
 
 ENGINE = EngineKind(

@@ -5,15 +5,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import numpy as np
-
 from rlflow.batch import Prompts, Rollouts
 from rlflow.engines.base import Generates, Sampling
-from rlflow.engines.group_progress import GroupProgress
 from rlflow.environments.conversation_engine import ConversationEngine
 from rlflow.environments.exchange import Exchange
 from rlflow.environments.options import TurnOptions
-from rlflow.environments.transcript import Transcript, build_conversations, resumed_transcript, turn_prompts
+from rlflow.environments.transcript import Transcript, build_conversations, turn_prompts
 
 # The exchanges of the engines in this process, which live as long as their engines.
 _EXCHANGES: "WeakKeyDictionary[Any, list[tuple[TurnOptions, Exchange]]]" = WeakKeyDictionary()
@@ -29,40 +26,26 @@ class EnvironmentTurns:
         """Return an engine of conversations. Each goes on as soon as its own environment has answered."""
         return ConversationEngine(engine, Exchange(self.options, engine.tokenizer))
 
-    def generate(
-        self,
-        engine: Generates,
-        prompts: Prompts,
-        sampling: Sampling,
-        partial: Rollouts | None = None,
-        num_groups: int | None = None,
-    ) -> Rollouts:
+    def generate(self, engine: Generates, prompts: Prompts, sampling: Sampling) -> Rollouts:
         """Return conversations whose turns the engine generates, one batch of turns after another.
 
         All conversations take their turns together, so that the batches of the engine, and with them the last bits of
         its results, do not depend on how long an environment takes.
         """
-        exchange, groups = self._exchange(engine), GroupProgress(prompts, sampling, partial)
+        exchange = self._exchange(engine)
         turn_sampling = exchange.turn_sampling(sampling)
-        unfinished = np.flatnonzero(~groups.done)
-        samples = prompts.repeat(sampling.group_size).take(unfinished)
-        transcripts = [resumed_transcript(response) for response in groups.partial_responses(unfinished)]
-        if partial is None:
-            first_turns = engine.generate(prompts, replace(turn_sampling, group_size=sampling.group_size))
-            _add_turns(exchange, transcripts, first_turns)
+        samples = prompts.repeat(sampling.group_size)
+        transcripts = [Transcript() for _ in range(len(samples))]
+        first_turns = engine.generate(prompts, replace(turn_sampling, group_size=sampling.group_size))
+        _add_turns(exchange, transcripts, first_turns)
         while True:
             _answer(exchange, samples, transcripts)
-            groups.done[unfinished] = [transcript.is_done for transcript in transcripts]
             rows = [row for row, transcript in enumerate(transcripts) if not transcript.is_done]
-            if not rows or (num_groups is not None and groups.num_complete >= num_groups):
-                break
+            if not rows:
+                return build_conversations(samples, transcripts, sampling.scoring_temperature)
             speaking = [transcripts[row] for row in rows]
             next_prompts = turn_prompts(samples.keys[rows], [samples.ids[row] for row in rows], speaking)
             _add_turns(exchange, speaking, engine.generate(next_prompts, turn_sampling))
-        new = [build_conversations(samples, transcripts, sampling.scoring_temperature)] if transcripts else []
-        conversations = groups.merge(new)
-        assert conversations is not None
-        return conversations
 
     def _exchange(self, engine: Any) -> Exchange:
         opened = _EXCHANGES.setdefault(engine, [])

@@ -1,10 +1,9 @@
 """Generation of responses: in one piece, or in turns with an environment."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Self
 
-from annotated_types import Ge, Le, Lt
+from annotated_types import Ge, Le
 
 from rlflow.batch import Conversations, Prompts, Rollouts
 from rlflow.engines.base import Generates, Sampling
@@ -12,7 +11,7 @@ from rlflow.environments.base import load_environment
 from rlflow.environments.conversations import EnvironmentTurns
 from rlflow.environments.options import TurnOptions
 from rlflow.errors import RecipeError
-from rlflow.nodes.base import Node, NodeContext
+from rlflow.nodes.base import Node
 from rlflow.rewards.pool import ProcessPool
 from rlflow.schema import Count, TopP
 
@@ -32,14 +31,6 @@ class Generate(Node, kind="generate", unit="sample"):
     """0 takes the likeliest token; otherwise at least 0.01."""
     top_p: TopP = 1.0
     """Sample from the likeliest tokens whose probabilities add up to this share."""
-    overcommit: Annotated[float, Ge(0), Lt(1)] = 0.0
-    """The share of ``data.batch_size`` by which a step starts more prompts than it trains on. Its generation ends when
-    enough groups are complete, and the partial rollouts of the others are resumed in the next step.
-
-    Biased: short responses are trained on earlier than long ones, and the tokens of one response may come from several
-    versions of the policy; ``logprobs`` are those of the version that generated each token, and ``sampler_difference``
-    includes how far the policy has moved since. Over the whole run every prompt is trained on once, as without it.
-    """
 
     @property
     def sampling(self) -> Sampling:
@@ -54,26 +45,14 @@ class Generate(Node, kind="generate", unit="sample"):
         return 1
 
     @property
-    def stored_copies(self) -> float:
-        """Return how many times the tokens of a step are in the object store at once: leftover rollouts included."""
-        return 1 + self.overcommit
-
-    @property
     def can_stream(self) -> bool:
         """Return whether consumers may start with single responses, because the engine's output is the node's own."""
-        return type(self).run is Generate.run and not self.overcommit
+        return type(self).run is Generate.run
 
     @property
     def gives_rewards(self) -> bool:
         """Return whether the rows of the rollouts hold rewards that an environment gave."""
         return False
-
-    def prompts_ahead(self, batch_size: int) -> int:
-        """Return how many prompts are started before the step that would train on them: ``overcommit``, rounded down.
-
-        0.29 x 100 is 28.999999999999996, so a little is added first.
-        """
-        return int(self.overcommit * batch_size + 1e-9)
 
     def for_evaluation(self, num_responses: int, temperature: float | None, top_p: float | None) -> Self:
         """Return the node for evaluation: one response to each prompt of the likeliest tokens, or several samples.
@@ -81,11 +60,10 @@ class Generate(Node, kind="generate", unit="sample"):
         None stands for the node's own ``temperature`` or ``top_p``.
         """
         if num_responses == 1:
-            return replace(self, temperature=0.0, group_size=1, overcommit=0.0)
+            return replace(self, temperature=0.0, group_size=1)
         return replace(
             self,
             group_size=num_responses,
-            overcommit=0.0,
             temperature=self.temperature if temperature is None else temperature,
             top_p=self.top_p if top_p is None else top_p,
         )
@@ -94,13 +72,6 @@ class Generate(Node, kind="generate", unit="sample"):
         if 0 < self.temperature < _LEAST_TEMPERATURE:
             fact = f"{self.temperature:g} is so low that engines take the likeliest token"
             raise RecipeError("temperature", fact, fix=f"use {_LEAST_TEMPERATURE:g} or more, or 0")
-
-    def cautions(self, context: NodeContext) -> Iterator[str]:
-        if self.overcommit:
-            yield (
-                "overcommit: short responses are trained on before long ones, which is biased; the predicted time is "
-                "the time without overcommit"
-            )
 
     def run(self, engine: Generates, prompts: Prompts) -> Rollouts:
         return engine.generate(prompts, self.sampling)
@@ -124,7 +95,7 @@ class Converse(TurnOptions, Generate, kind="converse", unit="sample"):
     @property
     def can_stream(self) -> bool:
         """Return whether consumers may start with single conversations, as with other responses."""
-        return type(self).run is Converse.run and not self.overcommit
+        return type(self).run is Converse.run
 
     @property
     def num_turns(self) -> int:

@@ -48,9 +48,9 @@ class PolicyGradient(Section):
     Excluded rollouts are in no minibatch. Ratios are taken to ``old_logprobs`` where such a node is connected, else to
     the logprobs of the engine that sampled.
 
-    The metric ``sampler_difference`` is the mean absolute difference between the logprobs of the two engines. With
-    ``overcommit`` it includes the updates since the rollouts were generated. Without ``old_logprobs`` it is measured on
-    the first minibatch, before that changes the model; with ``old_logprobs`` it is the mean over all optimizer steps.
+    The metric ``sampler_difference`` is the mean absolute difference between the logprobs of the two engines. Without
+    ``old_logprobs`` it is measured on the first minibatch, before that changes the model; with ``old_logprobs`` it is
+    the mean over all optimizer steps.
     """
 
     kind: ClassVar[str]

@@ -116,9 +116,9 @@ class Overlap(Section):
     max_staleness: Annotated[int, Ge(0), Le(64)] = 0
     """The most steps by which the policy that sampled a token may be older than the policy that trains on it. With 0 a
     step generates its own samples before it trains."""
-    in_flight: Literal["wait", "keep", "abort"] = "wait"
+    in_flight: Literal["wait", "keep"] = "wait"
     """The treatment of unfinished samples when new weights are ready. ``wait``: they finish before the weights are
-    loaded. ``keep``: they keep their tokens and continue with the new weights. ``abort``: they start again."""
+    loaded. ``keep``: they keep their tokens and continue with the new weights."""
     deterministic: bool = True
     """Let the number of a step decide which version generates it, whatever finishes first, so that a run is as
     reproducible as without overlap. Needs ``in_flight: wait``. False: newer versions generate as soon as they are

@@ -27,7 +27,6 @@ from rlflow.runtime.checkpoint import CheckpointWriter, RunProgress, checkpoints
 from rlflow.runtime.evaluation import Evaluator, PausingEvaluator, evaluator_of
 from rlflow.runtime.generation.ahead_own_gpus import AheadOnOwnGpus
 from rlflow.runtime.generation.ahead_shared_gpus import AheadOnSharedGpus
-from rlflow.runtime.generation.overcommit import prompts_ahead, with_overcommit
 from rlflow.runtime.generation.resampling import ResamplingRounds
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.observers import Observers
@@ -154,7 +153,6 @@ def prepare(session: Session) -> Iterator[Training]:
         graph = bind_nodes(plan.graph)
         options = plan.recipe.evaluation
         evaluator = evaluator_of(plan.graph, graph, options, plan.recipe.data.eval_split) if options else None
-        graph, overcommits = with_overcommit(graph, plan.recipe.data.batch_size, data)
         rounds = (
             ResamplingRounds(graph, plan.recipe.data.batch_size, data, run_graph) if resampled_nodes(graph) else None
         )
@@ -165,7 +163,7 @@ def prepare(session: Session) -> Iterator[Training]:
             ahead = form(plan.graph, graph, plan.recipe, engines, data, run_graph, sync)
             stack.callback(ahead.close)
             evaluator = evaluator and PausingEvaluator(evaluator, ahead.paused)
-        parts = {**trained, **overcommits, **states_of(graph, engines)}
+        parts = {**trained, **states_of(graph, engines)}
         parts |= {each.path: each for each in (rounds, ahead) if each}
         if session.last:
             restore(session.last, parts)
@@ -262,8 +260,7 @@ def _open_data(
         edge="pairs" if "pairs" in graph.sources else "examples" if "examples" in graph.sources else "prompts",
     )
     check_examples(plan, data)
-    num_ahead = prompts_ahead(graph, recipe.data.batch_size)
-    return replace(data, ahead=num_ahead, steps=recipe.steps, resumed_at=(progress.step, progress.rows))
+    return replace(data, resumed_at=(progress.step, progress.rows))
 
 
 def _warn(observer: Observer, warnings: Sequence[str]) -> list[str]:

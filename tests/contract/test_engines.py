@@ -12,7 +12,6 @@ import pytest
 
 from rlflow.batch import Minibatch
 from rlflow.engines.base import Sampling, Sleeps
-from rlflow.engines.group_progress import GroupProgress, is_done
 from rlflow.engines.registry import engine_kind, engine_names
 from rlflow.errors import EngineError
 from rlflow.nodes.critic import ValueLoss
@@ -59,7 +58,7 @@ def test_every_file_is_an_engine() -> None:
     assert engine_names() == ["deepspeed", "fake", "torch", "transformers", "vllm"]
     assert engine_kind("fake").capabilities == {"Generates", "Scores", "Values", "Evaluates", "Trains", "Follows"}
     assert engine_kind("torch").capabilities == {"Scores", "ScoresBase", "Values", "Evaluates", "Trains"}
-    assert engine_kind("transformers").capabilities == {"Generates", "Scores", "Follows", "Continues"}
+    assert engine_kind("transformers").capabilities == {"Generates", "Scores", "Follows"}
 
 
 @pytest.mark.parametrize("name", able("Generates"))
@@ -104,30 +103,6 @@ class TestGenerates:
             assert out.response_ids[row].tolist() == whole[:ends]
             assert out.finished[row] or not plain.finished[row]
             assert out.finished[row] == (plain.finished[row] or stop in whole)
-
-
-@pytest.mark.parametrize("name", able("Continues"))
-class TestContinues:
-    SAMPLING = Sampling(max_tokens=24, group_size=4)
-
-    def test_what_is_broken_off_goes_on_as_if_it_had_not_been(self, build: Build, name: str) -> None:
-        engine, given = build(name), prompts((3, 5, 2))
-        whole = engine.generate(given, self.SAMPLING)
-        one = engine.continue_rollouts(given, self.SAMPLING, None, 1)
-        assert GroupProgress(given, self.SAMPLING, one).num_complete in (1, 2)
-        assert not is_done(one, self.SAMPLING).all()
-        out = engine.continue_rollouts(given, self.SAMPLING, one, 3)
-        assert out.keys.tolist() == whole.keys.tolist()
-        for column in ("prompt_ids", "response_ids", "versions"):
-            assert getattr(out, column).values.tolist() == getattr(whole, column).values.tolist(), column
-        assert out.logprobs.values == pytest.approx(whole.logprobs.values, abs=1e-5)
-        assert out.finished.tolist() == whole.finished.tolist()
-        assert tuple(out.texts) == tuple(whole.texts)
-
-    def test_enough_is_there_already(self, build: Build, name: str) -> None:
-        engine, given = build(name), prompts((3, 5, 2))
-        whole = engine.generate(given, self.SAMPLING)
-        assert engine.continue_rollouts(given, self.SAMPLING, whole, 2).texts == whole.texts
 
 
 @pytest.mark.parametrize("name", able("Scores"))

@@ -13,8 +13,7 @@ from rlflow.report.records import MetricsWriter
 from rlflow.runtime.prepare import runtime_of
 from rlflow.runtime.run import run
 from tests.conftest import CONFIG_DIR
-from tests.helpers import load, metrics_of
-from tests.integration.test_overlap import assert_same, go
+from tests.helpers import load
 
 SHARED_PROCESSES = "hosts"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -45,23 +44,6 @@ def test_hosts_say_what_one_process_says(tmp_path: Path) -> None:
     pins = ["roles.rollout.gpus=2", "roles.rollout.tensor_parallel_size=1"]
     hosts = metrics(plan_of(*pins, cluster="2x1@cpu"), tmp_path / "hosts")
     assert hosts == alone
-
-
-OVERCOMMITTED = (
-    "graph.rollouts={node: converse, role: rollout, group_size: 2, environment: guessing, max_turns: 3, turn_tokens: 4,"
-    " options: {higher: '+', lower: '='}, stop: ['4', '6'], max_tokens: 14, overcommit: 0.5}"
-)
-
-
-def test_conversations_continue_in_the_next_step_and_after_a_resume(tmp_path: Path) -> None:
-    """Partial conversations of a checkpoint, with their environments, end in the same weights."""
-    overrides = [OVERCOMMITTED, "graph.rewards.function=environment", "+data.columns={number: answer}", "steps=4"]
-    plan = rlflow.compile(load("recipe=real", *overrides, config_dir=CONFIG_DIR), "local")
-    whole = go(plan, tmp_path / "whole")
-    assert list((tmp_path / "whole" / "checkpoints").glob("*/graph.rollouts/partial.npz"))
-    go(plan, tmp_path / "cut", until=2)
-    assert_same(whole, go(plan, tmp_path / "cut", resume=True))
-    assert metrics_of(tmp_path / "whole") == metrics_of(tmp_path / "cut")
 
 
 FAILING = [f"graph.rollouts.environment={HERE}:Misbehaving", "~graph.rollouts.options"]

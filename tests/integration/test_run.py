@@ -13,19 +13,16 @@ import pytest
 import torch
 
 import rlflow
-from rlflow.batch import Prompts, Rollouts
 from rlflow.compiler.lower import models_in_use
 from rlflow.compiler.plan import Plan
 from rlflow.data.source import load_rows, open_training_data
 from rlflow.engines.base import EngineSpec, Sampling
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
-from rlflow.engines.group_progress import is_done
 from rlflow.engines.transformers import TransformersEngine
 from rlflow.errors import EngineError, RecipeError
 from rlflow.recipe import Optimizer
 from rlflow.report.records import MetricsWriter, SampleLog, read_lines
 from rlflow.runtime.checkpoint import RunProgress
-from rlflow.runtime.generation.overcommit import OvercommittedGenerate
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.protocols import Observer, Report
 from rlflow.runtime.run import run
@@ -137,40 +134,6 @@ def test_a_run_without_a_new_best_ends_early_also_when_it_is_resumed(
         assert metrics_of(folder) == metrics_of(tmp_path / "whole")
     assert go(plan, tmp_path / "1", resume=True).steps == 6, "it has ended"
     assert go(plan_of("real", "steps=10"), tmp_path / "1", resume=True).steps == 10, "without patience it goes on"
-
-
-OVERCOMMIT = ("graph.rollouts.overcommit=0.67", "graph.rollouts.max_tokens=24", "steps=5")
-
-
-def test_prompts_begun_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that stops after any step and goes on is the same to the bit; over all of it every prompt is trained on
-    once, and so it is without."""
-    trained: list[Rollouts] = []
-
-    def noted(operation: OvercommittedGenerate, engine: Any, prompts: Prompts) -> Rollouts:
-        trained.append(written(operation, engine, prompts))
-        return trained[-1]
-
-    written = OvercommittedGenerate.run
-    plan = plan_of("real", *OVERCOMMIT)
-    with monkeypatch.context() as patched:
-        patched.setattr(OvercommittedGenerate, "run", noted)
-        whole = go(plan, tmp_path / "whole")
-    sampling = plan.graph.nodes[0].operation.sampling  # type: ignore[attr-defined]
-    assert all(is_done(out, sampling).all() and len(out) == 3 * 4 for out in trained)
-    assert any(len(set(out.versions[row].tolist())) > 1 for out in trained for row in range(len(out)))
-    keys = sorted(tuple(key) for out in trained for key in out.keys.tolist())
-    prompts = [(0, prompt) for prompt in range(5)] + [(step, prompt) for step in (1, 2, 3) for prompt in range(3)]
-    assert keys == [(*prompt, sample) for prompt in [*prompts, (4, 0)] for sample in range(4)]
-    expected = weights(whole)
-    for step in (1, 3):
-        folder = tmp_path / str(step)
-        assert go(plan, folder, until=step).status == "stopped"
-        resumed = go(plan, folder, resume=True)
-        again = weights(resumed)
-        for name, weight in expected.items():
-            assert torch.equal(again[name], weight), (step, name)
-        assert metrics_of(folder) == metrics_of(tmp_path / "whole")
 
 
 def test_a_checkpoint_behind_the_metrics(tmp_path: Path) -> None:

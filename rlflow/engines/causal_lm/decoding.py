@@ -3,7 +3,7 @@
 Shapes: P prompts, G group size, B sequences (P x G), V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -38,22 +38,16 @@ def decode(
     sampling: Sampling,
     seeds: Sequence[int],
     end_ids: Sequence[int],
-    num_generated: NDArray[np.int64] | None = None,
-    stop: Callable[[NDArray[np.int64]], bool] = lambda ended: False,
 ) -> NewTokens:
     """Generate ``group_size`` responses to each of P prompts.
 
-    A sequence's random draws depend on its own entry of ``seeds`` [B] alone. ``num_generated`` [B] is the number of
-    tokens at the end of each prompt that already belong to the response. ``stop`` is called with the sequences that
-    have just ended; when it returns True, all other sequences end where they are.
+    A sequence's random draws depend on its own entry of ``seeds`` [B] alone.
     """
     import torch
 
     device, batch = model.device, len(prompts) * sampling.group_size
     with torch.inference_mode():
-        before = torch.from_numpy(np.zeros(batch, np.int64) if num_generated is None else num_generated).to(device)
-        remaining = sampling.max_tokens - before
-        logits, cache = _read_prompts(model, prompts, sampling.group_size, remaining)
+        logits, cache = _read_prompts(model, prompts, sampling)
         draws = torch.from_numpy(_uniform_draws(seeds, sampling)).to(device)
         ends = torch.tensor([*end_ids, *sampling.stop_ids], device=device)
         tokens = torch.empty(batch, sampling.max_tokens, dtype=torch.int64, device=device)
@@ -62,20 +56,15 @@ def decode(
         finished = torch.zeros(batch, dtype=torch.bool, device=device)
         live = torch.arange(batch, device=device)
         for step in range(sampling.max_tokens):
-            chosen, logprob = _sample(logits, sampling, draws[live, before[live] + step])
+            chosen, logprob = _sample(logits, sampling, draws[live, step])
             tokens[live, step], logprobs[live, step] = chosen, logprob
             ended = torch.isin(chosen, ends)
-            done = ended | (remaining[live] == step + 1)
-            if bool(done.any()):
+            if bool(ended.any()):
                 finished[live[ended]] = True
-                counts[live[done]] = step + 1
-                stopped = stop(live[done].cpu().numpy())
-                rows = cache.drop(done)
+                counts[live[ended]] = step + 1
+                rows = cache.drop(ended)
                 live, chosen = live[rows], chosen[rows]
-                if stopped:
-                    counts[live] = step + 1
-                    break
-            if len(live) == 0:
+            if len(live) == 0 or step + 1 == sampling.max_tokens:
                 break
             at = cache.next_positions()
             logits = model(input_ids=chosen[:, None], position_ids=at, layout=cache, use_cache=False).logits[:, -1]
@@ -88,15 +77,13 @@ def decode(
     )
 
 
-def _read_prompts(
-    model: "PreTrainedModel", prompts: Packed, group_size: int, remaining: "Tensor"
-) -> "tuple[Tensor, CacheLayout]":
-    """Return the logits [B, V] of the first tokens, and a cache with room for the ``remaining`` [B] tokens."""
+def _read_prompts(model: "PreTrainedModel", prompts: Packed, sampling: Sampling) -> "tuple[Tensor, CacheLayout]":
+    """Return the logits [B, V] of the first tokens, and a cache with room for the responses."""
     import torch
 
     from rlflow.engines.causal_lm.attention import CacheLayout, PackedLayout
 
-    device = model.device
+    device, group_size = model.device, sampling.group_size
     # A response of one token adds no input, so the stream holds just the prompts.
     one_each = Packed.from_rows([[0]] * len(prompts), np.int32)
     stream = pack(prompts, one_each)
@@ -110,7 +97,7 @@ def _read_prompts(
     first = last.repeat_interleave(group_size) - lengths + 1
     offsets = torch.arange(int(lengths.max()), device=device)
     prompt_places = torch.minimum(first[:, None] + offsets, (first + lengths - 1)[:, None])
-    return logits, CacheLayout(prefill, prompt_places, lengths, capacity=int((lengths + remaining).max()))
+    return logits, CacheLayout(prefill, prompt_places, lengths, capacity=int(lengths.max()) + sampling.max_tokens)
 
 
 def _uniform_draws(seeds: Sequence[int], sampling: Sampling) -> NDArray[np.float64]:

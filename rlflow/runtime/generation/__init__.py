@@ -10,9 +10,8 @@
    object store; this process only has references.
 5. While engines still generate, finished samples stream to nodes that work on samples or groups (``partial_results``,
    ``streaming_nodes``).
-6. The generation ends when enough groups are complete. The rollouts are returned in the order of their keys.
+6. The rollouts are returned in the order of their keys.
 
-Three kinds of steps use this differently. With ``overcommit``, a step trains on the first groups that are complete and
-resumes the others in the next step. With dynamic sampling, ``resampling`` generates in rounds until enough prompts have
-responses with different rewards. With ``overlap``, ``ahead`` generates later steps while a step trains.
+Two kinds of steps use this differently. With dynamic sampling, ``resampling`` generates in rounds until enough prompts
+have responses with different rewards. With ``overlap``, ``ahead`` generates later steps while a step trains.
 """

@@ -5,10 +5,9 @@ share GPUs with training, the two take turns, and later steps fill the engines b
 (``ahead_shared_gpus``).
 
 Weights only leave the trained role while it is between two steps, and only reach engines that generate nothing;
-``Admission`` says which steps may start with which version. With ``overlap.in_flight`` as ``keep`` or ``abort``, a
-generation may end with unfinished samples. They become partial rollouts, which ``abort`` drops when new weights arrive.
-Engines read a partial rollout anew with the new weights, so that every token has the logprob of the version that it is
-marked with.
+``Admission`` says which steps may start with which version. With ``overlap.in_flight: keep``, a generation may end with
+unfinished samples. They become partial rollouts, which engines read anew with the new weights, so that every token has
+the logprob of the version that it is marked with.
 """
 
 import json
@@ -161,10 +160,6 @@ class AheadGeneration(ABC):
     def _load(self) -> None:
         """Copy the newest weights to engines that generate nothing. Needs the lock."""
         self._copy()
-        if self._overlap.in_flight == "abort":
-            for step, found in self._steps.items():
-                if not self._admission.is_complete(step):
-                    self._nodes.drop_unfinished(found)
         self._changed.notify_all()
 
     def _copy(self) -> None:

@@ -12,10 +12,10 @@ import numpy as np
 from rlflow.batch import Batch, Prompts, Rollouts
 from rlflow.compiler.graph import Graph, GraphNode
 from rlflow.data.source import DataSource
-from rlflow.engines.group_progress import GroupProgress, is_done
+from rlflow.engines.group_progress import GroupProgress
 from rlflow.errors import EngineError, NotFiniteError
 from rlflow.nodes.generate import Generate
-from rlflow.runtime.generation.dispatcher import Goal
+from rlflow.runtime.generation.dispatcher import LaterSteps
 from rlflow.runtime.generation.resampling import RunGraph
 from rlflow.runtime.generation.saved_rollouts import load_rollouts, save_rollouts
 from rlflow.runtime.objects.budget import edge
@@ -107,11 +107,11 @@ class AheadNodes:
         with edge(node.name):
             prompts = {step: self._data.prompts(step) for step in found}
             partial = [each.outputs[node.name] for each in found.values() if node.name in each.outputs]
-            rollouts = self._engines[str(node.role)].generate_until(
+            rollouts = self._engines[str(node.role)].generate_ahead(
                 Prompts.concatenate(list(prompts.values())),
                 operation.sampling,
                 Rollouts.concatenate(partial) if partial else None,
-                Goal(sum(map(len, prompts.values())), interrupt, note_complete),
+                LaterSteps(interrupt, note_complete),
             )
             if rollouts is None:
                 return
@@ -134,14 +134,6 @@ class AheadNodes:
         if self._judges.nodes:
             edges = dict(found.outputs)
             found.seconds |= self._run_graph(self._judges, self._engines, edges, found.outputs.__setitem__)
-
-    def drop_unfinished(self, found: StepOutputs) -> None:
-        """Drop the tokens of a step's unfinished samples."""
-        for node in self.generators:
-            operation: Any = node.operation
-            if (rollouts := found.outputs.pop(node.name, None)) is not None:
-                done = np.flatnonzero(is_done(rollouts, operation.sampling))
-                found.outputs |= {node.name: rollouts.take(done)} if len(done) else {}
 
     def save(self, folder: Path, step: int, found: StepOutputs) -> None:
         """Save what is generated for a step."""

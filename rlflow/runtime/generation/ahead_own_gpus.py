@@ -4,7 +4,7 @@ The two threads meet in few places. The thread that trains takes the samples of 
 policy has a new version (``sync``).
 
 How a weight sync comes to a moment in which nothing is generated is the recipe's ``overlap.in_flight``. ``wait``: the
-generation of a step ends first. ``keep`` and ``abort``: the generation is interrupted.
+generation of a step ends first. ``keep``: the generation is interrupted.
 """
 
 import threading
@@ -161,5 +161,5 @@ class AheadOnOwnGpus(AheadGeneration):
 
     def _interrupt_generation(self) -> None:
         """Interrupt a generation that can be resumed. Needs the lock."""
-        if self._overlap.in_flight != "wait" and not self._interrupt.done():
+        if self._overlap.in_flight == "keep" and not self._interrupt.done():
             self._interrupt.set_result(None)

@@ -4,8 +4,8 @@ A step whose samples are complete trains at once. Otherwise the engines get the 
 with this step, all later steps that these weights may generate.
 
 How such a turn ends is the recipe's ``overlap.in_flight``. ``wait``: when all samples of these steps are finished, so
-that the next steps train without a turn. ``keep`` and ``abort``: when this step is complete. Engines that would be idle
-beside its longest responses have started later steps, and a later turn resumes what they have not finished.
+that the next steps train without a turn. ``keep``: when this step is complete. Engines that would be idle beside its
+longest responses have started later steps, and a later turn resumes what they have not finished.
 """
 
 from collections.abc import Iterator

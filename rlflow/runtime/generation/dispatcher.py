@@ -38,18 +38,13 @@ _Method = Literal["advance", "preempt", "take_rollouts"]
 
 
 @dataclass(frozen=True)
-class Goal:
-    """The end of a generation: as soon as enough groups are complete, or earlier if it is interrupted."""
+class LaterSteps:
+    """The hooks of a generation of several steps: complete steps leave it early, and an interrupt ends it."""
 
-    num_groups: int
-    interrupt: "Future[None] | None" = None
+    interrupt: "Future[None]"
     """Completes when the generation must end, complete or not."""
-    on_step: Callable[[int, Rollouts], None] | None = None
+    on_step: Callable[[int, Rollouts], None]
     """Gets each step with its rollouts as soon as they are complete, while others are still generated."""
-
-    def is_reached(self, groups: GroupProgress) -> bool:
-        """Return whether enough groups are complete."""
-        return groups.num_complete >= self.num_groups
 
 
 def dispatch(
@@ -59,10 +54,10 @@ def dispatch(
     sampling: Sampling,
     previous_lengths: NDArray[np.float64] | None,
     partial: Rollouts | None,
-    goal: Goal,
+    ahead: LaterSteps | None = None,
     subscriber: Subscriber | None = None,
 ) -> tuple[Rollouts | None, dict[int, EngineError]]:
-    """Generate until the goal is reached, or the generation is interrupted.
+    """Generate until all samples are done, or the generation is interrupted.
 
     Starts from the ``partial`` rollouts; ``previous_lengths`` are lengths of responses in the step before. Returns
     the rollouts in the order of keys, None if interrupted without any, and the failures of engines by rank. The
@@ -72,13 +67,12 @@ def dispatch(
     failures: dict[int, EngineError] = {}
     while True:
         groups = GroupProgress(prompts, sampling, partial)
-        is_interrupted = goal.interrupt is not None and goal.interrupt.done()
-        if is_interrupted or (partial is not None and goal.is_reached(groups)):
+        if (ahead is not None and ahead.interrupt.done()) or groups.done.all():
             return partial, failures
         alive = [rank for rank in ranks if rank not in failures]
         if not alive:
             raise AllEnginesFailedError(failures)
-        one_pass = _Pass(engines, batch, prompts, sampling, groups, goal, failures, subscriber)
+        one_pass = _Pass(engines, batch, prompts, sampling, groups, ahead, failures, subscriber)
         partial = groups.merge(one_pass.run(alive, previous_lengths))
 
 
@@ -92,17 +86,17 @@ class _Pass:
         prompts: Prompts,
         sampling: Sampling,
         groups: GroupProgress,
-        goal: Goal,
+        ahead: LaterSteps | None,
         failures: dict[int, EngineError],
         subscriber: Subscriber | None,
     ) -> None:
-        """Prepare a pass that ends with the ``goal``, and adds failed engines to ``failures``."""
+        """Prepare a pass, which adds failed engines to ``failures``."""
         self._engines, self._batch, self._sampling, self._failures = engines, batch, sampling, failures
         self._subscriber = subscriber
         self._results: EarlyResults | None = None
         self._most_unreported = 0
         """The finished rows that an engine need not report yet; 0 where the scheduler alone decides."""
-        self._groups, self._goal, self._is_stopping = groups, goal, False
+        self._groups, self._ahead, self._is_stopping = groups, ahead, False
         self._prompt_lengths, self._steps = prompts.ids.lengths, prompts.keys[:, 0]
         self._partial = PartialRollouts(groups)
         self._calls: dict[Future[Any], tuple[_Method, int, Sequence[int]]] = {}
@@ -131,21 +125,20 @@ class _Pass:
             initial_lengths=self._groups.initial_lengths,
             steps=self._steps,
         )
-        if self._goal.on_step is not None:
-            self._results = CompleteSteps(self._goal.on_step, self._groups, self._steps)
+        if self._ahead is not None:
+            self._results = CompleteSteps(self._ahead.on_step, self._groups, self._steps)
+            self._ahead.interrupt.add_done_callback(self._answered.put)
         elif self._subscriber is not None:
             self._results = PartialResults(self._subscriber, scheduler.num_queued, len(capacities))
             self._most_unreported = self._results.part_rows
-        elif scheduler.all_fit and self._groups.partial is None and not self._may_stop_early:
+        elif scheduler.all_fit and self._groups.partial is None:
             return self._generate_at_once()
-        if self._goal.interrupt is not None:
-            self._goal.interrupt.add_done_callback(self._answered.put)
         self._assign()
         while self._calls:
             call = self._answered.get()
-            if call is not self._goal.interrupt:
+            if call in self._calls:
                 self._handle(call)
-            elif not self._is_stopping:
+            else:
                 self._stop()
         used = [rank for rank in scheduler.ranks if rank in self._used]
         calls = {rank: self._engines.submit(rank, "finish_session") for rank in used}
@@ -154,10 +147,6 @@ class _Pass:
             # Some finished before their engine was asked to preempt them, and were never reported.
             self._partial.discard(self._groups.rows_of(rollouts.keys).tolist())
         return [*(self._results.delivered if self._results else []), *finished, *self._partial.returned()]
-
-    @property
-    def _may_stop_early(self) -> bool:
-        return self._goal.interrupt is not None or self._goal.num_groups < len(self._prompt_lengths)
 
     def _generate_at_once(self) -> list[Rollouts]:
         """Generate rows that all fit into the engines by a single call of each engine."""
@@ -183,7 +172,7 @@ class _Pass:
         """Have an engine start these rows, and report when some are finished, or all with no more rows in the queue."""
         scheduler = self._scheduler
         report_at = len(scheduler.running_rows(rank))
-        if scheduler.num_queued or self._may_stop_early:
+        if scheduler.num_queued or self._ahead:
             report_at = max(1, min(scheduler.capacity(rank).sequences // _REPORTS, report_at // _LAST_REPORTS))
         if self._most_unreported:
             report_at = min(report_at, self._most_unreported)
@@ -249,9 +238,6 @@ class _Pass:
             return
         for other, rows in (self._results.due(rank, finished) if self._results else {}).items():
             self._call("take_rollouts", other, rows)
-        if self._may_stop_early and self._goal.is_reached(self._groups):
-            self._stop()
-            return
         self._preempt(*self._scheduler.preempt(rank))
 
     def _stop(self) -> None:

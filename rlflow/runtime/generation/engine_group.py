@@ -15,7 +15,7 @@ from rlflow.batch import Prompts, Rollouts
 from rlflow.engines.base import Sampling
 from rlflow.engines.group_progress import is_done
 from rlflow.errors import EngineError
-from rlflow.runtime.generation.dispatcher import Goal, dispatch
+from rlflow.runtime.generation.dispatcher import LaterSteps, dispatch
 from rlflow.runtime.generation.engine_state import AllEnginesFailedError
 from rlflow.runtime.protocols import Subscriber, Workers
 
@@ -66,39 +66,31 @@ class EngineGroup:
         The samples of an engine that fails go to the others. The engine is replaced, and the new one generates once it
         has the weights: those of the next sync, or the current ones at once if no other engine is left.
         """
-        return self.continue_rollouts(prompts, sampling, None, len(prompts))
-
-    def continue_rollouts(
-        self, prompts: Prompts, sampling: Sampling, partial: Rollouts | None, num_groups: int
-    ) -> Rollouts:
-        """Resume ``partial`` and start others, until ``num_groups`` groups are complete (``Continues``).
-
-        Engines that fail are replaced as in ``generate``. Raises EngineError.
-        """
-        rollouts = self.generate_until(prompts, sampling, partial, Goal(num_groups))
+        with self._generating:
+            rollouts = self._generate(prompts, sampling, None, None)
         assert rollouts is not None
         return rollouts
 
-    def generate_until(
-        self, prompts: Prompts, sampling: Sampling, partial: Rollouts | None, goal: Goal
+    def generate_ahead(
+        self, prompts: Prompts, sampling: Sampling, partial: Rollouts | None, ahead: LaterSteps
     ) -> Rollouts | None:
-        """Resume ``partial`` and start others, until the goal is reached or the generation is interrupted.
+        """Resume ``partial`` and start others, until all are done or the generation is interrupted.
 
         Engines that fail are replaced as in ``generate``. Returns None if it is interrupted before it has any tokens.
         Raises EngineError.
         """
         with self._generating:
-            return self._generate_until(prompts, sampling, partial, goal)
+            return self._generate(prompts, sampling, partial, ahead)
 
-    def _generate_until(
-        self, prompts: Prompts, sampling: Sampling, partial: Rollouts | None, goal: Goal
+    def _generate(
+        self, prompts: Prompts, sampling: Sampling, partial: Rollouts | None, ahead: LaterSteps | None
     ) -> Rollouts | None:
         previous, subscriber = self._previous_lengths.get(sampling), self._subscriber
         for restarts in range(_MAX_RESTARTS + 1):
             ranks = self._ranks_with_weights()
             try:
                 rollouts, failures = dispatch(
-                    self._engines, ranks, prompts, sampling, previous, partial, goal, subscriber
+                    self._engines, ranks, prompts, sampling, previous, partial, ahead, subscriber
                 )
                 break
             except AllEnginesFailedError as error:

@@ -26,7 +26,7 @@ from rlflow.engines.base import Sampling, TokenLoss
 from rlflow.engines.group_progress import GroupProgress
 from rlflow.errors import EngineError
 from rlflow.resources.layout import Layout
-from rlflow.runtime.generation.dispatcher import Goal
+from rlflow.runtime.generation.dispatcher import LaterSteps
 from rlflow.runtime.generation.engine_group import EngineGroup, Line
 from rlflow.runtime.objects.ray_api import wait_all
 from rlflow.runtime.objects.sharding import TOKENS, Cost, Index, divide_rows
@@ -85,24 +85,13 @@ class RoleProxy:
         GroupProgress(prompts, sampling).check(rollouts, range(len(prompts) * sampling.group_size))
         return rollouts
 
-    def continue_rollouts(
-        self, prompts: Prompts, sampling: Sampling, partial: Rollouts | None, num_groups: int
-    ) -> Rollouts:
-        self._turns.take(self._role)
-        if self.engine_group is not None:
-            return self.engine_group.continue_rollouts(prompts, sampling, partial, num_groups)
-        # Engines that can resume responses and are not concurrent have one worker.
-        call = self.workers.submit(0, "continue_rollouts", prompts, sampling, partial, num_groups)
-        rollouts: Rollouts = wait_all([call])[0]
-        return rollouts
-
-    def generate_until(
-        self, prompts: Prompts, sampling: Sampling, partial: Rollouts | None, goal: Goal
+    def generate_ahead(
+        self, prompts: Prompts, sampling: Sampling, partial: Rollouts | None, ahead: LaterSteps
     ) -> Rollouts | None:
-        """Generate like ``continue_rollouts``, until the goal is reached or interrupted; on concurrent engines only."""
+        """Resume ``partial`` and start others, until all are done or interrupted; on concurrent engines only."""
         assert self.engine_group is not None
         self._turns.take(self._role)
-        return self.engine_group.generate_until(prompts, sampling, partial, goal)
+        return self.engine_group.generate_ahead(prompts, sampling, partial, ahead)
 
     def logprobs(self, sequences: Sequences, temperature: float) -> Logprobs:
         return Logprobs(values=self._token_values(sequences, "logprobs", temperature))

@@ -41,7 +41,6 @@ def test_options_that_each_step_reads_may_change(override: str) -> None:
             "roles.actor.optimizer.betas",
             "[0.9, 0.98], this recipe has [0.9, 0.",
         ),
-        ("graph.rollouts.overcommit=0.5", "graph.rollouts.overcommit", "nothing, this recipe has 0.5"),
         ("models.policy.recipe=sft_tiny", "models.policy.recipe.", ""),
     ],
 )
@@ -54,7 +53,7 @@ def test_what_may_not_is_named_with_both_values(override: str, path: str, values
 
 
 def test_unfinished_rollouts_hold_the_batch_size() -> None:
-    before, now = (experiment("graph.rollouts.overcommit=0.5", *more) for more in ((), ("data.batch_size=64",)))
+    before, now = (experiment("overlap.max_staleness=1", *more) for more in ((), ("data.batch_size=64",)))
     with pytest.raises(RecipeError, match=r"trained with data\.batch_size 128, this recipe has 64"):
         check_continuation(before, now, "runs/a")
 

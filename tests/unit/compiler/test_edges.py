@@ -47,12 +47,6 @@ def test_of_grpo() -> None:
     assert "update" not in found
 
 
-def test_prompts_started_ahead_are_stored_too() -> None:
-    usual, more = (edges("recipe=grpo_7b", *LENGTHS, f"graph.rollouts.overcommit={share}") for share in (0, 0.25))
-    assert more["rollouts"].stored == 1.25 * usual["rollouts"].stored
-    assert more["reference"] == usual["reference"]
-
-
 def test_as_many_bytes_as_an_engine_puts_into_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sizes are those of responses and of prompts in the store."""
     held: dict[int, Any] = {}

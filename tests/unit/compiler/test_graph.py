@@ -82,9 +82,6 @@ def test_no_option_has_the_name_of_an_input() -> None:
         ),
         ("graph.rewards.role=actor", "graph.rewards.role: 'reward' uses no model, but has the role 'actor'"),
         ("graph.update.rollouts=rolouts", "graph.update.rollouts: no node 'rolouts', which 'policy_update' reads"),
-        ("graph.rollouts.overcommit=1", "graph.rollouts.overcommit: 1 is not valid"),
-        ("graph.rollouts.overcommit=0.3", "graph.rollouts.overcommit: 0.3 of 3 prompts (data.batch_size) is less than"),
-        ("graph.rollouts.overcommit=0.5", "graph.rollouts.overcommit: engine 'fake' of role 'rollout' cannot resume"),
         ("~graph.advantages", "graph.update.advantages: no node 'advantages', which 'policy_update' reads"),
         (
             "graph.update.advantages=rewards",
@@ -150,18 +147,6 @@ class Untyped(Node, kind="untyped", unit="group"):
 
     def run(self, rewards: Rewards):  # type: ignore[no-untyped-def]
         raise AssertionError
-
-
-def test_only_one_node_reads_prompts_with_overcommit() -> None:
-    more = "graph.more={node: generate, role: rollout, max_tokens: 4}"
-    judged = "graph.judged={node: reward, function: exact, rollouts: more}"
-    given = "graph.advantages.rewards=judged"
-    assert wired("roles.rollout.engine=vllm", "graph.rollouts.overcommit=0.34")
-    with pytest.raises(UserError, match=r"overcommit=0\.0157, or 0"):
-        wired("roles.rollout.engine=vllm", "data.batch_size=64", "graph.rollouts.overcommit=0.01")
-    assert wired("roles.rollout.engine=vllm", "data.batch_size=64", "graph.rollouts.overcommit=0.0157")
-    with pytest.raises(UserError, match="these nodes read a step's prompts: more, rollouts"):
-        wired("roles.rollout.engine=vllm", "graph.rollouts.overcommit=0.34", more, judged, given, "~graph.rewards")
 
 
 def test_nodes_of_the_users_own() -> None:

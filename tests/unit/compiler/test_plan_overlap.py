@@ -27,12 +27,8 @@ def compiled(*overrides: str, recipe: str = "fake", cluster: str = "1x2@cpu") ->
         (["overlap.staleness=1"], r"^overlap\.staleness: unknown key.\n.*\n  Fix: max_staleness"),
         ([KEEP], r"^overlap\.in_flight: expected an engine that can be interrupted, got 'fake' for graph\.rollouts"),
         (
-            ["overlap={max_staleness: 1, in_flight: abort}", "roles.rollout.engine=vllm"],
-            r"^overlap\.in_flight: 'abort' lets .*\n  Fix: overlap\.deterministic=false, or overlap\.in_flight=wait",
-        ),
-        (
-            ["overlap.max_staleness=1", "graph.rollouts.overcommit=0.5", "roles.rollout.engine=transformers"],
-            r"^graph\.rollouts\.overcommit: also starts prompts before their step",
+            ["overlap={max_staleness: 1, in_flight: keep}", "roles.rollout.engine=vllm"],
+            r"^overlap\.in_flight: 'keep' lets .*\n  Fix: overlap\.deterministic=false, or overlap\.in_flight=wait",
         ),
         (
             ["overlap.max_staleness=1", "graph.rollouts.role=actor", "~roles.rollout"],

@@ -1,6 +1,5 @@
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -180,20 +179,6 @@ def test_additions_of_other_than_one_to_three_digits_are_refused(digits: object)
     with pytest.raises(RecipeError, match="expected 1, 2 or 3 digits") as raised:
         load_rows(data("rlflow.data.arithmetic:additions", options={"digits": digits}), "split")
     assert raised.value.notes["Fix"] == "see data.options"
-
-
-def test_prompts_read_ahead_are_those_of_the_run_and_can_be_read_again(tmp_path: Path) -> None:
-    source = opened(data(write(tmp_path / "a.jsonl", ROWS)))
-    ahead = replace(source, ahead=2, steps=4)
-    given = [ahead.prompts(step) for step in range(4)]
-    assert [len(prompts) for prompts in given] == [5, 3, 3, 1]
-    assert given[1].keys.tolist() == [[1, 0, 0], [1, 1, 0], [1, 2, 0]]
-    rows = [row for prompts in given for row in prompts.rows]
-    assert rows == [row for step in range(4) for row in source.prompts(step).rows]
-    again = ahead.prompts_with_keys(np.concatenate([prompts.keys for prompts in given])[[1, 4, 6, 11]])
-    assert [again.rows[place] for place in range(4)] == [rows[place] for place in (1, 4, 6, 11)]
-    assert again.keys.tolist() == [[0, 1, 0], [0, 4, 0], [1, 1, 0], [3, 0, 0]]
-    assert [TOKENIZER.decode(again.ids[place]) for place in range(4)] == [row["prompt"] for row in again.rows]
 
 
 def test_long_texts_of_samples_have_a_gap_in_the_middle(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """A run that goes on with another batch size takes the rows that come next."""
 
-from dataclasses import replace
-
 import numpy as np
 
 from rlflow.batch import Packed
@@ -26,9 +24,3 @@ def test_every_row_is_read_exactly_once() -> None:
     before, after = source(4), source(2, resumed_at=(3, 12))
     assert answers(before, 0, 1, 2) + answers(after, *range(3, 12)) == straight
     assert after.examples(3).prompt_ids.values.tolist() == after.prompts(3).ids.values.tolist()
-
-
-def test_prompts_read_ahead_follow_the_batch_size() -> None:
-    ahead = replace(source(2, resumed_at=(3, 12)), ahead=1, steps=9)
-    assert answers(ahead, 3, 4) == answers(source(1), *range(13, 17))
-    assert len(ahead.prompts(8).rows) == 1, "none is given for a step that there is not"

@@ -1,6 +1,7 @@
 """Conversations on an engine that takes new samples while it generates: none waits for another."""
 
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -16,12 +17,12 @@ from rlflow.engines.fake import FakeEngine
 from rlflow.engines.group_progress import NO_RESPONSE, GroupProgress, PartialResponse, prepend_partial
 from rlflow.engines.serving.activity import EngineActivity
 from rlflow.engines.serving.sessions import SessionEngine
-from rlflow.engines.transformers import TransformersEngine
 from rlflow.environments import exchange
 from rlflow.environments.conversation_engine import ConversationEngine
 from rlflow.environments.turn import EnvironmentSpec
 from rlflow.errors import EngineError, EnvironmentFailedError
 from rlflow.nodes.generate import Converse
+from rlflow.runtime.generation.dispatcher import LaterSteps
 from rlflow.runtime.generation.engine_group import EngineGroup
 from tests.helpers import WritingEngine, prompts, spec
 from tests.unit.environments import echo
@@ -334,31 +335,12 @@ def test_an_environment_that_hangs_is_no_failure_of_an_engine() -> None:
     assert group.take_failures() == []
 
 
-@pytest.mark.parametrize("kind", [pytest.param(TransformersEngine, marks=pytest.mark.slow), Eager])
-def test_conversations_continue_in_the_next_step(kind: type[Any]) -> None:
-    """Overcommit: they stop when enough groups are complete, and no token is generated twice."""
-    engine = kind(spec())
-    expected = NODE.run(engine if kind is TransformersEngine else Batches(spec()), GIVEN)
-    if kind is TransformersEngine:
-        steps = engine.continue_rollouts
-    else:
-        steps = EngineGroup("role", Threads([engine]), lambda: None).continue_rollouts
-    partial = None
-    for groups in (1, 3, 4):
-        partial = steps(GIVEN, SAMPLING, partial, groups)
-        assert GroupProgress(GIVEN, SAMPLING, partial).num_complete >= groups
-    assert partial is not None
-    if kind is Eager:
-        check_same(partial, expected)
-    assert partial.response_ids[0].tolist() == expected.response_ids[0].tolist()
-
-
-def test_partial_conversations_of_a_step_are_complete_in_the_next() -> None:
-    """Two conversations are complete when the step ends; one is in its first turn, one between two turns."""
+def test_partial_conversations_are_complete_in_the_next_generation() -> None:
+    """Two conversations are complete at the interrupt; one is in its first turn, one between two turns."""
     expected = NODE.run(Batches(spec()), GIVEN)
     engine, found = Stepped(spec()), []
-    step = EngineGroup("role", Threads([engine]), lambda: None)
-    thread = threading.Thread(target=lambda: found.append(step.continue_rollouts(GIVEN, SAMPLING, None, 1)))
+    group, ahead = EngineGroup("role", Threads([engine]), lambda: None), LaterSteps(Future(), lambda step, _: None)
+    thread = threading.Thread(target=lambda: found.append(group.generate_ahead(GIVEN, SAMPLING, None, ahead)))
     thread.start()
     engine.wait_for(key(0, 1))
     engine.generate_token(key(0, 1))
@@ -367,6 +349,13 @@ def test_partial_conversations_of_a_step_are_complete_in_the_next() -> None:
     for sample in range(2):
         for turn in range(int(expected.turns[sample])):
             engine.end_turn(key(turn, 0, sample))
+    session = engine._session
+    assert session is not None
+    deadline = time.monotonic() + LIMIT_S
+    while not all(row not in session._generating or session._generating[row].done() for row in range(2)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    ahead.interrupt.set_result(None)
     thread.join(LIMIT_S)
     (partial,) = found
     assert isinstance(partial, Conversations)
@@ -374,4 +363,6 @@ def test_partial_conversations_of_a_step_are_complete_in_the_next() -> None:
     assert (partial.unfinished.lengths > 0).tolist() == [False, False, True, True]
     assert partial.response_ids[2].tolist() == turn_of(key(0, 1))[:1]
     later = EngineGroup("role", Threads([Eager(spec())]), lambda: None)
-    check_same(later.continue_rollouts(GIVEN, SAMPLING, partial, len(GIVEN)), expected)
+    out = later.generate_ahead(GIVEN, SAMPLING, partial, LaterSteps(Future(), lambda step, _: None))
+    assert out is not None
+    check_same(out, expected)

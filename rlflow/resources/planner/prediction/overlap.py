@@ -84,10 +84,6 @@ class _Pool:
         tokens = sum(self.clock - began for _, _, began in self.running)
         self.stall += tokens * self.share * self.decoding.prefill_token
 
-    def restart(self) -> None:
-        """Drop the tokens of unfinished samples."""
-        self.running = sorted((self.clock + end - began, step, self.clock) for end, step, began in self.running)
-
     def advance(self, seconds: float) -> tuple[float, int | None]:
         """Generate until a step is complete, for ``seconds`` at most. Return the seconds, and the complete step."""
         spent = min(self.stall, seconds)
@@ -144,8 +140,6 @@ def simulate_overlap(decoding: Decoding, train: float, sync: float, rules: Overl
             busy = {side: seconds + sync for side, seconds in busy.items()}
             version = trained
             if not waits:
-                if rules.in_flight == "abort":
-                    pool.restart()
                 pool.interrupt()
             for step in pool.left:
                 began_with[step].append(version)
@@ -203,8 +197,6 @@ def simulate_turns(decoding: Decoding, train: float, sync: float, rules: Overlap
             judged = 0.0
         if step not in complete:
             now += sync
-            if rules.in_flight == "abort":
-                pool.restart()
             pool.interrupt()
             for later in range(started, step + together):
                 pool.start(later, _lengths(decoding, draw))

@@ -187,12 +187,6 @@ def test_rounds_that_there_are_not() -> None:
         rlflow.compile(load("recipe=fake", "expect.rounds=2", config_dir=CONFIG_DIR), "local")
 
 
-def test_prompts_started_ahead_are_not_chosen() -> None:
-    pinned = ["roles.rollout.engine=vllm", "graph.rollouts.overcommit=0.5"]
-    with pytest.raises(GraphError, match=r"^graph\.rollouts\.overcommit: some prompts start before their step, but"):
-        plan_of("begins_low", *pinned)
-
-
 def test_the_order_of_the_nodes_in_rounds() -> None:
     recipe = load("recipe=dapo_tiny")
     graph = wire(recipe)

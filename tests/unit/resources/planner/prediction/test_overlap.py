@@ -62,14 +62,6 @@ def test_reading_partial_rollouts_again_takes_time() -> None:
     assert step(slower, 1.0, max_staleness=4, **KEEP) > 1.1 * step(UNEVEN, 1.0, max_staleness=4, **KEEP)
 
 
-def test_aborted_samples_lose_their_tokens() -> None:
-    times = step(EQUAL, 10.0, max_staleness=2, in_flight="abort", deterministic=False)
-    assert times >= step(EQUAL, 10.0, max_staleness=2, **KEEP) - 1e-6
-    assert step(UNEVEN, 4.0, max_staleness=2, in_flight="abort", deterministic=False) > 1.1 * step(
-        UNEVEN, 4.0, max_staleness=2, **KEEP
-    )
-
-
 def test_judging_delays_a_step_that_waits_and_not_one_that_streams() -> None:
     judged = replace(EQUAL, judging=2.0)
     assert step(judged, 4.0, max_staleness=1) == pytest.approx(12)
@@ -114,8 +106,6 @@ def test_later_steps_fill_the_end_of_a_turn() -> None:
     assert alone == pytest.approx(16, rel=0.02)
     for options in ({}, KEEP):
         assert turns(UNEVEN, 1.0, max_staleness=4, **options) == pytest.approx(11, rel=0.1)
-    aborted = turns(UNEVEN, 1.0, max_staleness=4, in_flight="abort", deterministic=False)
-    assert turns(UNEVEN, 1.0, max_staleness=4, **KEEP) < aborted
 
 
 def test_no_step_of_a_turn_is_older_than_the_bound() -> None:
