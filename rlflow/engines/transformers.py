@@ -120,7 +120,7 @@ class TransformersEngine(TunableEngine, ProfiledEngine):
         pieces = build_micro_batches(sequences, self._spec.layout.micro_batch_tokens)
         with self.within_memory(), torch.inference_mode():
             scores = (token_scores(self._model, sequences.take(rows), temperature) for rows in pieces)
-            values = [score.logprobs.cpu().numpy() for score in scores]
+            values = [score[:, 0].cpu().numpy() for score in scores]
         return Logprobs(values=restore_order(sequences.response_ids, pieces, values))
 
     def load_weights(self, weights: "Iterable[tuple[str, Tensor]]", version: int) -> None:

@@ -4,7 +4,6 @@ A language model gives logprobs and entropies, a value model gives values, and a
 Shapes: B rows (sequences), T response tokens of all rows in order, N tokens of the stream.
 """
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,16 +19,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from rlflow.engines.sharded.ulysses import Ulysses
-
-
-@dataclass(frozen=True, eq=False)
-class TokenScores:
-    """The logprobs of a language model, with their entropies."""
-
-    logprobs: "Tensor"
-    """[T], float32: the logprob of each response token."""
-    entropies: "Tensor"
-    """[T], float32: the entropy of the distribution that each response token is drawn from, in nats."""
 
 
 def compute_outputs(
@@ -48,13 +37,15 @@ def compute_outputs(
     if head == "reward":
         return token_rewards(model, sequences, sharding), {}
     scores = token_scores(model, sequences, temperature, sharding)
-    return scores.logprobs, {"entropy": scores.entropies}
+    return scores[:, 0], {"entropy": scores[:, 1]}
 
 
 def token_scores(
     model: "PreTrainedModel", sequences: Sequences, temperature: float, sharding: "Ulysses | None" = None
-) -> TokenScores:
-    """Return logprobs and entropies of the logits divided by ``temperature``.
+) -> "Tensor":
+    """Return [T, 2], float32: the logprob of each response token, and the entropy of its distribution in nats.
+
+    Logits are divided by ``temperature``.
 
     Raises EngineError for a model whose logits are not the output of a single linear layer.
     """
@@ -69,12 +60,13 @@ def token_scores(
     ids = sequences.response_ids.values
     targets = torch.from_numpy(ids if tokens is None else ids[tokens]).to(model.device, torch.int64)
     with scores_as_logits(model, places, targets, temperature) as computed:
-        scores = model(**inputs, logits_to_keep=unique).logits
+        scores: Tensor = model(**inputs, logits_to_keep=unique).logits
     if scores.data_ptr() != computed[0].data_ptr():
         name = type(getattr(model, "module", model)).__name__
         raise EngineError(f"a {name} changes its logits after its output layer, which is not supported.")
-    scores = scores[0] if sharding is None or tokens is None else sharding.gather(scores[0], tokens, len(ids))
-    return TokenScores(scores[:, 0], scores[:, 1])
+    if sharding is None or tokens is None:
+        return scores[0]
+    return sharding.gather(scores[0], tokens, len(ids))
 
 
 def token_values(model: "PreTrainedModel", sequences: Sequences, sharding: "Ulysses | None" = None) -> "Tensor":
