@@ -19,7 +19,7 @@ from benchmarks.reporting import Goal, finish
 from rlflow.errors import PlacementError
 from rlflow.recipe.compose import load_cluster
 from rlflow.resources.cluster import Cluster, Gpu, Host
-from rlflow.resources.demand import Demand
+from rlflow.resources.demand import Demand, Job
 from rlflow.resources.layout import Resources
 from rlflow.resources.models.architecture import Architecture
 from rlflow.resources.planner.search.search import Search
@@ -45,6 +45,7 @@ _ENGINES: Mapping[str, Sequence[frozenset[str]]] = {
     "reference": (_TRAINER, frozenset({"sequence"}), frozenset()),
     "rollout": (_SERVER, _SERVER, _SERVER, frozenset(_WAYS), frozenset()),
 }
+_JOBS: Mapping[str, Job] = {"actor": "train", "critic": "train", "reference": "score", "rollout": "serve"}
 _KINDS = ("a100_80gb", "h100_80gb")
 
 
@@ -127,8 +128,7 @@ def _random_demand(draw: random.Random, role: str, roles: Sequence[str], cluster
         role=role,
         engine="fake",
         parallel=parallel,
-        trains=role in ("actor", "critic"),
-        generates=role == "rollout",
+        job=_JOBS[role],
         architecture=_MODEL,
         pins=Resources(**wants),
     )
@@ -136,9 +136,9 @@ def _random_demand(draw: random.Random, role: str, roles: Sequence[str], cluster
 
 def _workload(demands: Sequence[Demand]) -> Workload:
     """Return a small step: the rollouts are generated, then scored, then trained on."""
-    generated = tuple(demand.role for demand in demands if demand.generates)
-    scored = tuple(demand.role for demand in demands if not demand.generates and not demand.trains)
-    trained = tuple(demand.role for demand in demands if demand.trains)
+    generated = tuple(demand.role for demand in demands if demand.job == "serve")
+    scored = tuple(demand.role for demand in demands if demand.job == "score")
+    trained = tuple(demand.role for demand in demands if demand.job == "train")
     kinds: tuple[tuple[TaskKind, tuple[str, ...], tuple[str, ...]], ...] = (
         ("generate", generated, ()),
         ("score", scored, generated),

@@ -8,7 +8,7 @@ from rlflow.compiler.problem import Pin, Problem
 from rlflow.compiler.wire import wire
 from rlflow.nodes.generate import Generate
 from rlflow.resources.cluster import MOST_GPUS, Cluster, Host
-from rlflow.resources.planner.search.search import SearchResult
+from rlflow.resources.planner.candidate import SearchResult
 
 # Shorter responses are proposed down to this share of what the recipe asks for.
 _LEAST_SHARE = 1 / 8
@@ -143,7 +143,7 @@ def _shorter(problem: Problem) -> Iterator[_Change]:
 def _longest_of_data(problem: Problem) -> int:
     """Return the tokens of the longest response that the data may contain."""
     # A pinned micro-batch that is too small is an error of its own.
-    tasks = problem.without(problem.pins).search().workload.tasks
+    tasks = problem.without(problem.pins).search().inputs.workload.tasks
     return max(task.longest // task.unit_size for task in tasks) - problem.recipe.data.max_prompt_tokens
 
 

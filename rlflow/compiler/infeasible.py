@@ -9,7 +9,7 @@ from rlflow.compiler.plan import NOTHING_FITS
 from rlflow.compiler.problem import Pin, Problem
 from rlflow.errors import PlacementError
 from rlflow.resources.planner.confidence import Margin
-from rlflow.resources.planner.pool import Shortage
+from rlflow.resources.planner.pools import Shortage
 
 # GiB with which no role lacks memory.
 _PLENTY = 2**20

@@ -13,12 +13,14 @@ from rlflow.nodes.generate import Generate
 from rlflow.recipe import Recipe
 from rlflow.resources.demand import Demand
 from rlflow.resources.layout import Bundle, Layout, RolePlacement, Worker
-from rlflow.resources.planner.candidate import simulated
+from rlflow.resources.planner.candidate import SearchResult
 from rlflow.resources.planner.confidence import Verdict
-from rlflow.resources.planner.pool import Shortage
+from rlflow.resources.planner.inputs import PlannerInputs
+from rlflow.resources.planner.pools import Shortage
 from rlflow.resources.planner.prediction.prediction import predict
 from rlflow.resources.planner.prediction.risks import gpu_risks
-from rlflow.resources.planner.search.search import Search, SearchResult
+from rlflow.resources.planner.prediction.step_times import StepTimes
+from rlflow.resources.planner.search.pool_cache import PoolCache
 from rlflow.resources.workload import Workload
 
 # Factors of the recipe's own sizes.
@@ -120,26 +122,27 @@ def _point(plan: Plan, gpus: _Gpus, recipe: Recipe, sizes: tuple[int, ...]) -> S
     """Predict a recipe with a plan's layouts. Raises UserError for sizes that no cluster can run."""
     needs = lower(recipe, wire(recipe))
     demands = [_pinned(demand, plan.roles[demand.role].layout, needs.workload) for demand in needs.demands]
-    search = Search(demands, needs.workload, plan.cluster, plan.calibration)
+    inputs = PlannerInputs.of(demands, needs.workload, plan.cluster, plan.calibration)
+    cache = PoolCache(inputs)
     partition = tuple(pool.roles for pool in plan.prediction.pools)
     uses = []
     for roles, counts in zip(partition, gpus.counts, strict=True):
-        use = search.uses.on_hosts(roles, counts)
+        use = cache.on_hosts(roles, counts)
         if isinstance(use, Shortage):
             return SizePoint(sizes=sizes, reason=str(use))
         # A search does not know the width of an idle engine yet, and its plan has the widest one's memory.
         idle = {role: plan.prediction.memory[role].phases.get("resting", {}) for role in roles}
         choices = {role: replace(choice, idle=idle[role]) for role, choice in use.choices.items()}
         uses.append(replace(use, choices=choices))
-    candidate = simulated(partition, tuple(map(sum, gpus.counts)), uses, search.uses)
+    candidate = StepTimes(inputs, partition).candidate(tuple(map(sum, gpus.counts)), uses)
     placed = {
         role: RolePlacement(choice.layout, (gpus.examples[role],)) for role, choice in sorted(candidate.choices.items())
     }
     result = SearchResult(candidate, placed, (), ())
-    found = predict(search, result)
+    found = predict(inputs, result)
     # A few GPUs stand for all, so that the need of a host is unknown.
     hosts = "offloaded and sleeping roles need host memory that the cluster does not state (memory_gib)"
-    tight = "; ".join(gpu_risks(search, result)) or hosts
+    tight = "; ".join(gpu_risks(inputs, result)) or hosts
     peaks = {
         role: [gib for on_host in memory.peak_gib.values() for gib in on_host.values()]
         for role, memory in found.memory.items()

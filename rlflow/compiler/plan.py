@@ -114,7 +114,7 @@ def plan(recipe: Recipe, graph: Graph, requirements: Requirements, cluster: Clus
     if result is None:
         fix = "a cluster with more GPUs, or a smaller model"
         raise PlacementError(NOTHING_FITS, f"nothing fits {cluster.shape}", fix=fix)
-    prediction = predict(search, result)
+    prediction = predict(search.inputs, result)
     found = Plan(
         recipe=recipe,
         graph=graph,

@@ -10,8 +10,9 @@ from rlflow.errors import UserError
 from rlflow.recipe import Recipe
 from rlflow.resources.cluster import Cluster
 from rlflow.resources.layout import Resources
+from rlflow.resources.planner.candidate import SearchResult
 from rlflow.resources.planner.confidence import Margin
-from rlflow.resources.planner.search.search import Search, SearchResult
+from rlflow.resources.planner.search.search import Search
 from rlflow.resources.time.calibration import Calibration
 
 OPEN = Resources()

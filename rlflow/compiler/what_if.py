@@ -10,8 +10,8 @@ from rlflow.compiler.problem import Problem
 from rlflow.errors import UserError
 from rlflow.nodes.generate import Generate
 from rlflow.recipe import Recipe
-from rlflow.resources.planner.candidate import describe_pools
 from rlflow.resources.planner.confidence import Margin
+from rlflow.resources.planner.pools import describe_pools
 from rlflow.resources.planner.prediction.overlap_prediction import predict_overlap, step_seconds
 from rlflow.resources.workload import Overlap
 
@@ -85,7 +85,7 @@ def gain_of_overlap(problem: Problem) -> str | None:
         return None
     if found is None or synchronous is None:
         return None
-    if (overlap := predict_overlap(found.candidate, search.uses, others=())) is None:
+    if (overlap := predict_overlap(found.candidate, search.inputs, others=())) is None:
         return None
     gain = 1 - overlap.step_seconds / synchronous.candidate.schedule.step_seconds
     what = describe_pools(found.candidate.partition, found.candidate.gpus)
@@ -99,8 +99,8 @@ def cost_of_pins(problem: Problem) -> str | None:
     if not problem.pins or pinned is None or free is None:
         return None
     # Times depend on the layouts that were chosen, and not on what was pinned.
-    uses = problem.search().uses
-    seconds, fewer = (step_seconds(best.candidate, uses) for best in (pinned, free))
+    inputs = problem.search().inputs
+    seconds, fewer = (step_seconds(best.candidate, inputs) for best in (pinned, free))
     saved = 1 - fewer / seconds if seconds else 0.0
     if saved < _SAME:
         return "the pinned values cost less than 1% of the step time"

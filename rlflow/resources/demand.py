@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import Literal
 
 from rlflow.errors import PlacementError
 from rlflow.resources.layout import Resources
@@ -12,6 +13,8 @@ from rlflow.resources.models.architecture import Architecture, heads_divide
 from rlflow.resources.models.lora import Lora
 
 _OPEN = Resources()
+Job = Literal["train", "score", "serve"]
+"""What a role does with its GPUs: train a model, score with it, or serve generation. A role that trains may do more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,8 +25,7 @@ class Demand:
     engine: str
     parallel: frozenset[str]
     """The ways in which the engine can be parallel: tensor, pipeline, data, sequence."""
-    trains: bool
-    generates: bool
+    job: Job
     architecture: Architecture | None
     """None for a model whose figures are not known."""
     weight_bytes: float = 2
@@ -73,7 +75,7 @@ class Demand:
         if self.pins.zero_stage != "auto" and self.pins.zero_stage < needed:
             fact = f"{self.pins.zero_stage} does not shard the state that offload={self.pins.offload} moves"
             raise self._error("zero_stage", fact, fix=str(needed))
-        if self.pins.zero_stage == 0 and self.trains and self.weight_bytes == 2:
+        if self.pins.zero_stage == 0 and self.job == "train" and self.weight_bytes == 2:
             fact = "0 sums gradients in bfloat16, the type of the weights, which loses small gradients in large sums"
             raise self._error("zero_stage", fact, fix="1")
         self._check_gpus()
@@ -88,16 +90,16 @@ class Demand:
             if degree not in ("auto", 1) and way not in self.parallel:
                 fact = f"is {degree}, but engine '{self.engine}' cannot be {way}-parallel"
                 raise self._error(f"{way}_parallel_size", fact, fix="1")
-        serves = self.generates and not self.trains
+        serves, trains = self.job == "serve", self.job == "train"
         sharded = not serves and "data" in self.parallel
         for field, has in (
             ("zero_stage", sharded),
             ("offload", sharded),
-            ("gradient_checkpointing", self.trains),
+            ("gradient_checkpointing", trains),
             ("gpu_memory_utilization", serves and "tensor" in self.parallel),
             ("eager", serves and "tensor" in self.parallel),
             ("attention", not serves or "tensor" not in self.parallel),
-            ("deterministic", self.trains),
+            ("deterministic", trains),
             ("timeout_minutes", not serves),
         ):
             if not has and getattr(self.pins, field) != (default := getattr(_OPEN, field)):

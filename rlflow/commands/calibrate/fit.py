@@ -21,7 +21,7 @@ from rlflow.errors import RecipeError
 from rlflow.resources.cluster import Cluster
 from rlflow.resources.demand import Demand
 from rlflow.resources.memory.processes import LOCAL_PROCESS
-from rlflow.resources.planner.pool import select_hosts
+from rlflow.resources.planner.hosts import select_hosts
 from rlflow.resources.planner.prediction.task_times import task_seconds, weight_sync_seconds
 from rlflow.resources.time.calibration import (
     Calibration,

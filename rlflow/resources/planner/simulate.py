@@ -1,9 +1,15 @@
 """The schedule of a step: when each task runs, by list scheduling of the graph over pools of GPUs."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rlflow.resources.workload import Workload
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
 
 # A streaming task works on parts; its last part waits for the last of its input.
 PARTS = 8
@@ -73,59 +79,63 @@ class StepScheduler:
         # Outputs of tasks that run ahead are there when their step begins, so only such tasks wait for each other.
         takes_turns = workload.takes_turns({role: (pool,) for role, pool in pool_of.items()})
         ahead = workload.ahead.nodes if workload.ahead and not takes_turns else ()
-        after = [
-            (tuple(node for node in task.after if task.node in ahead or node not in ahead), task.streams)
-            for task in workload.tasks
-        ]
+        after = [[node for node in task.after if task.node in ahead or node not in ahead] for task in workload.tasks]
         for sync in workload.copies:
             self._pools.append(tuple(sorted({pool_of[sync.source], pool_of[sync.target]})))
-            updates = [task for task in workload.tasks if task.role == sync.source and task.kind == "update"]
-            after.append((tuple(task.node for task in updates), False))
-        place = {node: index for index, node in enumerate(self.nodes)}
-        self._order = [
-            (node, pools, tuple(place[name] for name in names), streams)
-            for node, pools, (names, streams) in zip(self.nodes, self._pools, after, strict=True)
-        ]
+            after.append([task.node for task in workload.tasks if task.role == sync.source and task.kind == "update"])
+        self._after = [[self.nodes.index(node) for node in nodes] for nodes in after]
+        self._streams = [task.streams for task in workload.tasks] + [False] * len(workload.copies)
         self._num_pools = len(set(pool_of.values()))
 
     def schedule(self, seconds: Mapping[str, float]) -> Schedule:
         """Return the schedule of a step; ``seconds`` has every node and weight sync."""
+        times = self._times(np.array([[seconds[node]] for node in self.nodes]))
         spans = [
             TaskSpan(
-                node=node, start=start, end=end, pools=pools, waits_for=None if waits is None else self.nodes[waits]
+                node=node,
+                start=float(start[0]),
+                end=float(end[0]),
+                pools=pools,
+                waits_for=None if waits[0] < 0 else self.nodes[waits[0]],
             )
-            for node, pools, (start, end, waits) in zip(self.nodes, self._pools, self._times(seconds), strict=True)
+            for node, pools, (start, end, waits) in zip(self.nodes, self._pools, times, strict=True)
         ]
         return Schedule(tuple(spans), self._num_pools)
 
-    def step_seconds(self, seconds: Mapping[str, float]) -> float:
-        """Return the length of the step alone. It never falls where the time of a node grows."""
-        return max((end for _, end, _ in self._times(seconds)), default=0.0)
+    def step_seconds(self, seconds: FloatArray) -> FloatArray:
+        """Return the lengths of many steps [S]; ``seconds`` has a row for each node and weight sync [N, S]."""
+        ends = [end for _, end, _ in self._times(seconds)]
+        return np.max(ends, axis=0) if ends else np.zeros(seconds.shape[1])
 
-    def _times(self, seconds: Mapping[str, float]) -> list[tuple[float, float, int | None]]:
-        """Return the start and the end of each node, and the node whose end is its start."""
-        times: list[tuple[float, float, int | None]] = []
-        free: dict[int, tuple[float, int]] = {}
-        for index, (node, pools, after, streams) in enumerate(self._order):
-            needed, idle, waits = seconds[node], 0.0, None
-            for pool in pools:
-                if pool in free and (waits is None or free[pool][0] > idle):
-                    idle, waits = free[pool]
-            ready, last = 0.0, None
-            for before in after:
-                if last is None or times[before][1] > ready:
-                    ready, last = times[before][1], before
-            start, end = idle, idle + needed
-            if last is not None and ready > idle:
-                start, end, waits = ready, ready + needed, last
-                if streams:
-                    first_part = max(times[at][0] + (times[at][1] - times[at][0]) / PARTS for at in after)
-                    end = max(max(idle, first_part) + needed, ready + needed / PARTS)
-                    start = end - needed
+    def _times(self, seconds: FloatArray) -> list[tuple[FloatArray, FloatArray, IntArray]]:
+        """Return the start and the end of each node in each step, and the node whose end is its start, or -1."""
+        times: list[tuple[FloatArray, FloatArray, IntArray]] = []
+        last_on: dict[int, int] = {}
+        for index, (needed, pools, after) in enumerate(zip(seconds, self._pools, self._after, strict=True)):
+            idle, waits = self._latest([last_on[pool] for pool in pools if pool in last_on], times, needed)
+            ready, last = self._latest(after, times, needed)
+            is_late = ready > idle
+            start, waits = np.where(is_late, ready, idle), np.where(is_late, last, waits)
+            end = start + needed
+            if self._streams[index] and after:
+                first_parts = [times[node][0] + (times[node][1] - times[node][0]) / PARTS for node in after]
+                streamed = np.maximum(np.maximum(idle, np.max(first_parts, axis=0)) + needed, ready + needed / PARTS)
+                end = np.where(is_late, streamed, end)
+                start = np.where(is_late, end - needed, start)
             times.append((start, end, waits))
-            for pool in pools:
-                free[pool] = (end, index)
+            last_on |= dict.fromkeys(pools, index)
         return times
+
+    @staticmethod
+    def _latest(
+        nodes: Sequence[int], times: Sequence[tuple[FloatArray, FloatArray, IntArray]], like: FloatArray
+    ) -> tuple[FloatArray, IntArray]:
+        """Return when the last of some nodes ends in each step, and which that is: the first of several; -1: none."""
+        latest, last = np.zeros_like(like), np.full(like.shape, -1)
+        for node in nodes:
+            is_later = (times[node][1] > latest) | (last < 0)
+            latest, last = np.where(is_later, times[node][1], latest), np.where(is_later, node, last)
+        return latest, last
 
 
 def simulate(workload: Workload, seconds: Mapping[str, float], pool_of: Mapping[str, int]) -> Schedule:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from math import ceil
 
 from rlflow.resources.layout import GIB, RolePlacement
-from rlflow.resources.planner.pool import HostSet
-from rlflow.resources.planner.search.sharing import Partition, pool_indices
+from rlflow.resources.planner.hosts import HostSet
+from rlflow.resources.planner.pools import Partition, pool_indices
 from rlflow.resources.time.passes import transfer_seconds
 from rlflow.resources.workload import Edge, Task, Workload
 

@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from rlflow.resources.planner.candidate import SearchResult
+from rlflow.resources.planner.inputs import PlannerInputs
 from rlflow.resources.planner.prediction.task_times import computed_share, generations
-from rlflow.resources.planner.search.search import Search, SearchResult
 from rlflow.resources.time.work import forward_work, training_passes
 from rlflow.resources.workload import Task
 
@@ -24,9 +25,9 @@ class NodeTime:
     """The time between two tokens of a response while an engine generates as many responses as it can at once."""
 
 
-def node_times(search: Search, result: SearchResult) -> Mapping[str, NodeTime]:
+def node_times(inputs: PlannerInputs, result: SearchResult) -> Mapping[str, NodeTime]:
     """Return the time of each node."""
-    tasks = {task.node: task for task in search.workload.tasks}
+    tasks = {task.node: task for task in inputs.workload.tasks}
     schedule = result.candidate.schedule
     times = {}
     for span in schedule.spans:
@@ -35,16 +36,16 @@ def node_times(search: Search, result: SearchResult) -> Mapping[str, NodeTime]:
             start=span.start,
             seconds=span.seconds,
             critical=span.node in schedule.critical_path,
-            mfu=_mfu(search, result, task, span.seconds) if task and task.kind == "update" else None,
-            token_seconds=_token_seconds(search, result, task) if task and task.kind == "generate" else None,
+            mfu=_mfu(inputs, result, task, span.seconds) if task and task.kind == "update" else None,
+            token_seconds=_token_seconds(inputs, result, task) if task and task.kind == "generate" else None,
         )
     return times
 
 
-def _mfu(search: Search, result: SearchResult, task: Task, seconds: float) -> float | None:
+def _mfu(inputs: PlannerInputs, result: SearchResult, task: Task, seconds: float) -> float | None:
     role = str(task.role)
-    demand, host_set = search.demands[role], search.host_set([role])
-    peak = search.cluster.peak_flops([host.name for host in host_set.hosts])
+    demand, host_set = inputs.demands[role], inputs.host_set([role])
+    peak = inputs.cluster.peak_flops([host.name for host in host_set.hosts])
     if demand.architecture is None or peak is None or not seconds:
         return None
     tokens = task.tokens * task.epochs * computed_share(task)
@@ -53,12 +54,12 @@ def _mfu(search: Search, result: SearchResult, task: Task, seconds: float) -> fl
     return operations / (seconds * result.roles[role].layout.num_gpus * peak)
 
 
-def _token_seconds(search: Search, result: SearchResult, task: Task) -> float | None:
+def _token_seconds(inputs: PlannerInputs, result: SearchResult, task: Task) -> float | None:
     role = str(task.role)
-    demand, choice = search.demands[role], result.candidate.choices[role]
+    demand, choice = inputs.demands[role], result.candidate.choices[role]
     if demand.architecture is None:
         return None
-    speed = search.host_set([role]).speed.of_engine(demand.engine)
+    speed = inputs.host_set([role]).speed.of_engine(demand.engine)
     kv_tokens = float("inf") if choice.kv_tokens is None else choice.kv_tokens
     first = generations(demand, task, choice.layout, speed, kv_tokens)[0]
     return first.concurrency / first.engine_tokens_per_second

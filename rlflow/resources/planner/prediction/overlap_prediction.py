@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rlflow.resources.planner.candidate import Candidate
+from rlflow.resources.planner.inputs import PlannerInputs
 from rlflow.resources.planner.prediction.overlap import (
     Decoding,
     OverlapTimes,
@@ -12,7 +13,6 @@ from rlflow.resources.planner.prediction.overlap import (
     simulate_turns,
 )
 from rlflow.resources.planner.prediction.task_times import DecodeProfile, decode_profile
-from rlflow.resources.planner.search.pool_uses import PoolUses
 from rlflow.resources.workload import Task
 
 # Values of ``max_staleness`` that are compared; the smallest whose step is longer than the best by at most this share
@@ -39,10 +39,10 @@ class OverlapPrediction:
     takes_turns: bool = False
     """Generation and training take turns on shared GPUs."""
 
-    def idle_share(self, candidate: Candidate, pool: int, of: PoolUses) -> float:
+    def idle_share(self, candidate: Candidate, pool: int, inputs: PlannerInputs) -> float:
         """Return the share of a step in which a pool does nothing."""
-        ahead = of.workload.ahead.nodes if of.workload.ahead else ()
-        if any(task.role in candidate.partition[pool] for task in of.workload.tasks if task.node in ahead):
+        ahead = inputs.workload.ahead.nodes if inputs.workload.ahead else ()
+        if any(task.role in candidate.partition[pool] for task in inputs.workload.tasks if task.node in ahead):
             return self.generate_idle
         busy = sum(span.seconds for span in candidate.schedule.spans if pool in span.pools)
         return max(0.0, 1 - busy / self.step_seconds)
@@ -61,24 +61,32 @@ class OverlapPrediction:
         )
 
 
-def step_seconds(candidate: Candidate, of: PoolUses) -> float:
+def step_seconds(candidate: Candidate, inputs: PlannerInputs) -> float:
     """Return the length of a step, simulated where samples are generated ahead."""
-    overlap = predict_overlap(candidate, of, others=())
+    overlap = predict_overlap(candidate, inputs, others=())
     return overlap.step_seconds if overlap else candidate.schedule.step_seconds
 
 
-def predict_overlap(candidate: Candidate, of: PoolUses, others: Sequence[int] = _TRIED) -> OverlapPrediction | None:
+def predict_overlap(
+    candidate: Candidate, inputs: PlannerInputs, others: Sequence[int] = _TRIED
+) -> OverlapPrediction | None:
     """Simulate steps, also with ``others`` in place of the recipe's ``max_staleness``.
 
     None where nothing runs ahead, or its times are not modelled.
     """
-    ahead = of.workload.ahead
-    generating = [task for task in of.workload.tasks if task.kind == "generate" and ahead and task.node in ahead.nodes]
-    if ahead is None or len(generating) != 1 or (decoding := _decoding(candidate, of, task := generating[0])) is None:
+    ahead = inputs.workload.ahead
+    generating = [
+        task for task in inputs.workload.tasks if task.kind == "generate" and ahead and task.node in ahead.nodes
+    ]
+    if (
+        ahead is None
+        or len(generating) != 1
+        or (decoding := _decoding(candidate, inputs, task := generating[0])) is None
+    ):
         return None
-    turns = of.workload.takes_turns({role: (pool,) for role, pool in candidate.pool_of.items()})
+    turns = inputs.workload.takes_turns({role: (pool,) for role, pool in candidate.pool_of.items()})
     spans = candidate.schedule.spans
-    syncs = {sync.node for sync in of.workload.copies}
+    syncs = {sync.node for sync in inputs.workload.copies}
     train = max((span.end for span in spans if span.node not in syncs and span.node not in ahead.nodes), default=0.0)
     if turns:
         train = max(0.0, train - max(span.end for span in spans if span.node in ahead.nodes))
@@ -90,7 +98,7 @@ def predict_overlap(candidate: Candidate, of: PoolUses, others: Sequence[int] = 
     for k, overlap in tried.items():
         # Several steps may fill more places than one has samples.
         steps = k + 1 if turns or overlap.in_flight != "wait" else 1
-        slots = _profile(candidate, of, replace(task, samples=steps * task.samples)).slots
+        slots = _profile(candidate, inputs, replace(task, samples=steps * task.samples)).slots
         found[k] = simulate(replace(decoding, slots=slots), train, sync, overlap)
     chosen: OverlapTimes = found[asked]
     best = min(times.step_seconds for times in found.values())
@@ -105,14 +113,14 @@ def predict_overlap(candidate: Candidate, of: PoolUses, others: Sequence[int] = 
     )
 
 
-def _decoding(candidate: Candidate, of: PoolUses, task: Task) -> Decoding | None:
+def _decoding(candidate: Candidate, inputs: PlannerInputs, task: Task) -> Decoding | None:
     """Return the generation of a step, as long in total as its node in the plan."""
-    ahead = of.workload.ahead
+    ahead = inputs.workload.ahead
     spans = {span.node: span for span in candidate.schedule.spans}
     seconds = spans[task.node].seconds
-    if of.demands[str(task.role)].architecture is None or not seconds or ahead is None:
+    if inputs.demands[str(task.role)].architecture is None or not seconds or ahead is None:
         return None
-    profile = _profile(candidate, of, task)
+    profile = _profile(candidate, inputs, task)
 
     def decoding(scale: float) -> Decoding:
         return Decoding(
@@ -129,10 +137,10 @@ def _decoding(candidate: Candidate, of: PoolUses, task: Task) -> Decoding | None
     return decoding(seconds / (alone_seconds(unscaled) - unscaled.judging))
 
 
-def _profile(candidate: Candidate, of: PoolUses, task: Task) -> DecodeProfile:
+def _profile(candidate: Candidate, inputs: PlannerInputs, task: Task) -> DecodeProfile:
     """Return the speed of the role's engines for this task."""
     role = str(task.role)
-    demand, choice = of.demands[role], candidate.choices[role]
-    speed = of.host_set([role]).speed.of_engine(demand.engine)
+    demand, choice = inputs.demands[role], candidate.choices[role]
+    speed = inputs.host_set([role]).speed.of_engine(demand.engine)
     kv_tokens = float("inf") if choice.kv_tokens is None else choice.kv_tokens
     return decode_profile(demand, task, choice.layout, speed, kv_tokens)

@@ -2,8 +2,9 @@
 
 from rlflow.resources.demand import Demand
 from rlflow.resources.models.lora import adapter_parameters
+from rlflow.resources.planner.candidate import SearchResult
+from rlflow.resources.planner.inputs import PlannerInputs
 from rlflow.resources.planner.prediction.task_times import host_task_seconds, task_seconds
-from rlflow.resources.planner.search.search import Search, SearchResult
 
 # Bytes per second that a run writes to disk, reads again for their digest, and flushes. An estimate for one NVMe disk;
 # the files of all hosts usually end on one file system.
@@ -12,25 +13,25 @@ _CHECKPOINT_RATE = 5e8
 _SAVED_BYTES = 12
 
 
-def evaluation_seconds(search: Search, result: SearchResult) -> float:
+def evaluation_seconds(inputs: PlannerInputs, result: SearchResult) -> float:
     """Return the time of one evaluation, whose nodes run one after another; zero without evaluations."""
     seconds = 0.0
-    for task in search.workload.evaluation:
+    for task in inputs.workload.evaluation:
         if task.role is None:
-            speed = search.host_set([next(iter(search.demands))]).speed
-            seconds += host_task_seconds(task, search.demands.values(), speed)
+            speed = inputs.host_set([next(iter(inputs.demands))]).speed
+            seconds += host_task_seconds(task, inputs.demands.values(), speed)
             continue
         choice = result.candidate.choices[task.role]
         kv_tokens = float("inf") if choice.kv_tokens is None else choice.kv_tokens
-        speed = search.host_set([task.role]).speed
-        times = task_seconds(search.demands[task.role], [task], choice.layout, speed, kv_tokens=kv_tokens)
+        speed = inputs.host_set([task.role]).speed
+        times = task_seconds(inputs.demands[task.role], [task], choice.layout, speed, kv_tokens=kv_tokens)
         seconds += times[task.node]
     return seconds
 
 
-def checkpoint_seconds(search: Search) -> float:
+def checkpoint_seconds(inputs: PlannerInputs) -> float:
     """Return the time to write the state of all trained roles; of a role with adapters that is the adapters'."""
-    saved = sum(_trained_parameters(demand) for demand in search.demands.values() if demand.trains)
+    saved = sum(_trained_parameters(demand) for demand in inputs.demands.values() if demand.job == "train")
     return saved * _SAVED_BYTES / _CHECKPOINT_RATE
 
 

@@ -7,8 +7,8 @@ from rlflow.resources.demand import Demand
 from rlflow.resources.layout import Layout, RolePlacement
 from rlflow.resources.memory.processes import LOCAL_PROCESS, Phase, RoleOnCpu, process_phases
 from rlflow.resources.memory.state import Terms
+from rlflow.resources.planner.inputs import PlannerInputs
 from rlflow.resources.planner.prediction.task_times import DEFAULT_NUM_SEQS
-from rlflow.resources.planner.search.search import Search
 from rlflow.resources.time.speed import Speed
 from rlflow.resources.workload import Task, Workload
 
@@ -19,13 +19,13 @@ _BLOCK_TOKENS = 32
 
 
 def predict_processes(
-    search: Search, roles: Mapping[str, RolePlacement], phases: Mapping[str, Mapping[str, Terms]]
+    inputs: PlannerInputs, roles: Mapping[str, RolePlacement], phases: Mapping[str, Mapping[str, Terms]]
 ) -> Mapping[str, Mapping[str, Terms]]:
     """Return the memory of each process, by phase and purpose. ``phases`` has what each role holds on its GPUs."""
-    host_set = search.host_set([next(iter(roles))])
+    host_set = inputs.host_set([next(iter(roles))])
     if host_set.memory_gib is not None:
         return _on_gpus(roles, phases)
-    return _on_cpus(search.demands, search.workload, roles, host_set.speed)
+    return _on_cpus(inputs.demands, inputs.workload, roles, host_set.speed)
 
 
 def memory_of_hosts(roles: Mapping[str, RolePlacement], host_gib: Mapping[str, Terms]) -> Mapping[str, float]:
@@ -98,7 +98,7 @@ def _role_on_cpu(demand: Demand, workload: Workload, placement: RolePlacement) -
         model=demand.architecture,
         layout=layout,
         training=demand.training,
-        trains=demand.trains,
+        trains=demand.job == "train",
         weight_bytes=demand.weight_bytes,
         phases=frozenset(phases),
         tokens=tokens,

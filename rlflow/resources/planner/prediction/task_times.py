@@ -41,7 +41,7 @@ def task_seconds(
     seconds = {task.node: _seconds_of(demand, task, layout, speed, kv_tokens) for task in tasks}
     if layout.sleeps and tasks:
         # State moves from the host before the first task, and back after the last.
-        seconds[tasks[0].node] += 2 * offload_seconds(moved_gib * GIB) + (ENGINE_WAKE_S if demand.generates else 0)
+        seconds[tasks[0].node] += 2 * offload_seconds(moved_gib * GIB) + (ENGINE_WAKE_S if demand.job == "serve" else 0)
     return seconds
 
 

@@ -4,28 +4,29 @@ from collections import Counter
 from collections.abc import Iterator
 
 from rlflow.resources.layout import Layout
-from rlflow.resources.planner.search.search import Search, SearchResult
+from rlflow.resources.planner.candidate import SearchResult
+from rlflow.resources.planner.inputs import PlannerInputs
 
 # A pool that is idle for a larger share of the step gets a warning.
 _MUCH_IDLE = 0.7
 
 
-def plan_warnings(search: Search, result: SearchResult) -> tuple[str, ...]:
+def plan_warnings(inputs: PlannerInputs, result: SearchResult) -> tuple[str, ...]:
     """Return one line for each warning about the plan."""
     lines: list[str] = []
     for role in result.candidate.choices:
-        lines += _role_warnings(search, result, role)
+        lines += _role_warnings(inputs, result, role)
     for index in range(len(result.candidate.partition)):
-        lines += _pool_warnings(search, result, index)
-    return (*dict.fromkeys(lines), *_cluster_warnings(search, result))
+        lines += _pool_warnings(inputs, result, index)
+    return (*dict.fromkeys(lines), *_cluster_warnings(inputs, result))
 
 
-def _role_warnings(search: Search, result: SearchResult, role: str) -> Iterator[str]:
+def _role_warnings(inputs: PlannerInputs, result: SearchResult, role: str) -> Iterator[str]:
     choice, workers = result.candidate.choices[role], result.roles[role].workers
     copies = choice.layout.data_parallel_size
     if any(len({bundle.host for bundle in worker.bundles}) > 1 for worker in workers):
         yield f"{role}: the pipeline stages of one engine are on several hosts"
-    for task in search.workload.of(role):
+    for task in inputs.workload.of(role):
         if task.kind != "generate" and task.samples % copies:
             yield f"{role}: {task.samples} samples are not a multiple of {copies} workers, so shares are uneven"
         room = choice.concurrency
@@ -34,27 +35,27 @@ def _role_warnings(search: Search, result: SearchResult, role: str) -> Iterator[
             yield f"{role}: the KV cache has room for {share} of the batch at once; other sequences wait"
 
 
-def _pool_warnings(search: Search, result: SearchResult, index: int) -> Iterator[str]:
+def _pool_warnings(inputs: PlannerInputs, result: SearchResult, index: int) -> Iterator[str]:
     candidate = result.candidate
     roles = candidate.partition[index]
     idle = candidate.schedule.idle_share(index)
     if idle > _MUCH_IDLE:
         yield f"{', '.join(roles)}: idle for {idle:.0%} of the step"
     bundles = {bundle for role in roles for bundle in result.roles[role].bundles}
-    kinds = sorted({host.gpu for host in search.cluster.hosts if host.name in {bundle.host for bundle in bundles}})
+    kinds = sorted({host.gpu for host in inputs.cluster.hosts if host.name in {bundle.host for bundle in bundles}})
     if len(kinds) > 1:
         yield f"{', '.join(roles)} on {' and '.join(kinds)}: all run at the speed of the slowest"
     for role in roles:
         unused = candidate.gpus[index] - candidate.choices[role].layout.num_gpus
-        if unused and "data" in search.demands[role].parallel:
+        if unused and "data" in inputs.demands[role].parallel:
             pool = Counter(bundle.host for bundle in bundles)
-            if candidate.gpus[index] == sum(len(host.usable) for host in search.cluster.hosts):
-                pool = Counter({host.name: len(host.usable) for host in search.cluster.hosts})
-            reason = _idle_reason(search, candidate.choices[role].layout, pool, unused)
+            if candidate.gpus[index] == sum(len(host.usable) for host in inputs.cluster.hosts):
+                pool = Counter({host.name: len(host.usable) for host in inputs.cluster.hosts})
+            reason = _idle_reason(inputs, candidate.choices[role].layout, pool, unused)
             yield f"{role} leaves {_gpus(unused)} idle: {reason}"
 
 
-def _idle_reason(search: Search, layout: Layout, pool: Counter[str], unused: int) -> str:
+def _idle_reason(inputs: PlannerInputs, layout: Layout, pool: Counter[str], unused: int) -> str:
     """Explain why a role cannot use all GPUs of its pool, which has so many on each host."""
     degrees = {
         "tensor_parallel_size": layout.tensor_parallel_size,
@@ -62,7 +63,7 @@ def _idle_reason(search: Search, layout: Layout, pool: Counter[str], unused: int
     }
     words = " x ".join(f"{name} {size}" for name, size in degrees.items() if size > 1)
     group = layout.tensor_parallel_size * layout.sequence_parallel_size
-    hosts = [host for host in search.cluster.hosts if pool[host.name] % group]
+    hosts = [host for host in inputs.cluster.hosts if pool[host.name] % group]
     if not hosts or sum(pool[host.name] % group for host in hosts) != unused:
         copy = layout.num_gpus // layout.data_parallel_size
         return f"its data_parallel_size {layout.data_parallel_size} needs {layout.num_gpus}, {copy} for each copy"
@@ -73,14 +74,14 @@ def _idle_reason(search: Search, layout: Layout, pool: Counter[str], unused: int
     return f"{owner} {_gpus(count)}, which is not a multiple of {words}{more}"
 
 
-def _cluster_warnings(search: Search, result: SearchResult) -> Iterator[str]:
-    hosts = [host for host in search.cluster.hosts if host.usable]
+def _cluster_warnings(inputs: PlannerInputs, result: SearchResult) -> Iterator[str]:
+    hosts = [host for host in inputs.cluster.hosts if host.usable]
     for kind in sorted({host.gpu for host in hosts}):
-        if "bfloat16" not in (search.cluster.gpus[kind].peak_tflops or {"bfloat16": 1}):
+        if "bfloat16" not in (inputs.cluster.gpus[kind].peak_tflops or {"bfloat16": 1}):
             yield f"{kind} does not compute in bfloat16: times are predicted for float16"
     used = {bundle for placement in result.roles.values() for bundle in placement.bundles}
     unused = sum(len(host.usable) for host in hosts) - len(used)
-    if unused and all(search.cluster.memory_gib(host) is not None for host in hosts):
+    if unused and all(inputs.cluster.memory_gib(host) is not None for host in hosts):
         yield f"{_gpus(unused)} of the cluster not used"
 
 

@@ -1,10 +1,51 @@
-"""The degrees of parallelism that a role may have in its pool."""
+"""The degrees of parallelism that a role may have in its pool, and what follows from a policy for the whole pool."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from math import inf
 
 from rlflow.resources.demand import Demand
-from rlflow.resources.layout import Layout
-from rlflow.resources.planner.pool import Pool, Shortage
+from rlflow.resources.layout import Layout, Offload
+from rlflow.resources.planner.pools import Pool, Shortage
+
+# Micro-batches on CPUs, where memory is not modelled.
+CPU_MICRO_BATCH_TOKENS = 2048
+
+
+@dataclass(frozen=True)
+class PoolPolicy:
+    """A decision for all roles of a pool: what stays on the GPUs while others work."""
+
+    sleeps: bool = False
+    """Trained and scoring roles move their state to the host's memory."""
+    zero_stage: int = 3
+    """The ZeRO stage of trained roles."""
+    offload: Offload = "none"
+    """The state that trained roles offload; ``weights`` applies to scoring roles too."""
+    shards_scorers: bool = True
+    """Models that only score are sharded, instead of complete on every GPU."""
+
+
+def base_layout(demand: Demand, policy: PoolPolicy, pool: Pool) -> Layout:
+    """Return the layout of a role without what depends on the memory that is left."""
+    pins = demand.pins
+    spread = "data" in demand.parallel
+    trains = demand.job == "train"
+    stage = policy.zero_stage if trains else (3 if policy.shards_scorers else 0)
+    # A model that only scores can offload nothing except its weights.
+    offload: Offload = policy.offload if trains or policy.offload == "weights" else "none"
+    layout = Layout(
+        tensor_parallel_size=demand.pinned("tensor_parallel_size") or 1,
+        pipeline_parallel_size=demand.pinned("pipeline_parallel_size") or 1,
+        sequence_parallel_size=demand.pinned("sequence_parallel_size") or 1,
+        data_parallel_size=1,
+        zero_stage=(stage if pins.zero_stage == "auto" else pins.zero_stage) if spread else None,
+        offload=(offload if pins.offload == "auto" else pins.offload) if spread else None,
+        micro_batch_tokens=CPU_MICRO_BATCH_TOKENS,
+        sleeps=policy.sleeps and pool.is_shared and spread and demand.job != "serve",
+    )
+    copies = demand.pinned("data_parallel_size")
+    copies = copies or max(1, pool.shape.groups(layout.group_size * layout.pipeline_parallel_size))
+    return replace(layout, data_parallel_size=copies)
 
 
 def group_sizes(demand: Demand, most: int) -> list[int]:
@@ -24,20 +65,20 @@ def pipeline_stages(demand: Demand, group: int) -> int | None:
     return stages if demand.architecture is None or stages <= demand.architecture.num_hidden_layers else None
 
 
-def with_data_parallel_size(demand: Demand, pool: Pool, layout: Layout, groups: int) -> Layout | Shortage:
-    """Return the layout with as many copies as pinned, or as ``groups`` allow.
+def with_copies(demand: Demand, pool: Pool, layout: Layout) -> Layout | Shortage:
+    """Return the layout with as many copies as pinned, or as the pool has room for.
 
     A pinned number of GPUs is used in full.
     """
-    copies = demand.pinned("data_parallel_size") or groups
+    stages = layout.pipeline_parallel_size
+    room = pool.shape.groups(layout.group_size) // stages
+    copies = demand.pinned("data_parallel_size") or room
     layout = replace(layout, data_parallel_size=max(1, copies))
-    if copies < 1 or copies > groups:
-        inside = layout.tensor_parallel_size * layout.sequence_parallel_size
-        group = f"groups of {inside} GPUs inside hosts" if inside > 1 else "GPUs"
-        count = max(1, copies) * layout.pipeline_parallel_size
-        what = f"{count} {group}, where its pool has {groups * layout.pipeline_parallel_size}"
-        return Shortage(demand.role, float("inf"), what)
+    if copies < 1 or copies > room:
+        groups = f"groups of {layout.group_size} GPUs inside hosts" if layout.group_size > 1 else "GPUs"
+        what = f"{max(1, copies) * stages} {groups}, where its pool has {room * stages}"
+        return Shortage(demand.role, inf, what)
     pinned = demand.pinned("gpus")
     if pinned is not None and "data" in demand.parallel and layout.num_gpus != pinned:
-        return Shortage(demand.role, float("inf"), f"only {layout.num_gpus} of its {pinned} pinned GPUs would be used")
+        return Shortage(demand.role, inf, f"only {layout.num_gpus} of its {pinned} pinned GPUs would be used")
     return layout

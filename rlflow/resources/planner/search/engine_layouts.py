@@ -1,25 +1,17 @@
 """The layouts of a role that generates: tensor parallelism, pipeline stages, and the memory of its engines."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache, cached_property
-from itertools import product
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import floor, inf
 
 from rlflow.resources.demand import Demand
 from rlflow.resources.layout import Layout
 from rlflow.resources.memory.phases import StepLimits, generate_memory
 from rlflow.resources.memory.state import Terms
-from rlflow.resources.planner.pool import (
-    CPU_MICRO_BATCH_TOKENS,
-    Pool,
-    PoolPolicy,
-    RoleChoice,
-    Shortage,
-    idle_terms,
-)
+from rlflow.resources.planner.pools import Pool, RoleChoice, Shortage
 from rlflow.resources.planner.prediction.task_times import MAX_NUM_SEQS, task_seconds
-from rlflow.resources.planner.search.degrees import group_sizes, pipeline_stages, with_data_parallel_size
+from rlflow.resources.planner.search.degrees import CPU_MICRO_BATCH_TOKENS, group_sizes, pipeline_stages, with_copies
 from rlflow.resources.workload import Task
 
 _MAX_UTILIZATION = 0.9
@@ -28,56 +20,44 @@ _STAGES = (2, 4, 8)
 
 
 def engine_options(
-    demand: Demand, tasks: Sequence[Task], policy: PoolPolicy, pool: Pool
+    demand: Demand, tasks: Sequence[Task], base: Layout, idle: Terms, pool: Pool
 ) -> Iterator["EngineOption | Shortage"]:
     """Yield the options of a role that generates: tensor parallelism, and pipeline stages.
 
     Stages leave more memory for the KV cache. A full batch is no faster with them, nor is what is left of it.
     """
-    pinned_stages = demand.pinned("pipeline_parallel_size")
-    sequence = demand.pinned("sequence_parallel_size") or 1
-    idle = idle_terms(demand, policy, pool)
-    whole: dict[int, EngineOption] = {}
-    for size in (sizes := _tensor_sizes(demand, pool)):
-        stages = pinned_stages or pipeline_stages(demand, size * sequence) or 1
-        layout = _degrees(demand, pool, size, stages)
-        if isinstance(layout, Shortage):
-            yield layout
-        else:
-            yield (option := EngineOption(demand, tasks, pool, layout, idle))
-            whole[size] = option
-    if pinned_stages is None and demand.architecture is not None and pool.counts_memory:
-        for size, stages in product(sizes, _STAGES):
-            layout = _degrees(demand, pool, size, stages)
-            if isinstance(layout, Shortage):
-                yield layout
-            elif stages <= demand.architecture.num_hidden_layers:
-                bound = whole.get(size) if demand.pinned("data_parallel_size") is None else None
-                yield EngineOption(demand, tasks, pool, layout, idle, bound)
+    sizes = _tensor_sizes(demand, pool)
+    degrees = [
+        (size, pipeline_stages(demand, size * base.sequence_parallel_size) or base.pipeline_parallel_size)
+        for size in sizes
+    ]
+    model = demand.architecture
+    if demand.pinned("pipeline_parallel_size") is None and model is not None and pool.counts_memory:
+        degrees += [(size, stages) for size in sizes for stages in _STAGES if stages <= model.num_hidden_layers]
+    for size, stages in degrees:
+        layout = _layout(demand, base, pool, size, stages)
+        yield layout if isinstance(layout, Shortage) else EngineOption(demand, tasks, pool, layout, idle)
 
 
 def _tensor_sizes(demand: Demand, pool: Pool) -> list[int]:
     """Return the pinned size, or those that divide the heads and fit a host."""
     if (pinned := demand.pinned("tensor_parallel_size")) is not None:
         return [pinned]
-    return group_sizes(demand, pool.largest_group) if demand.architecture else [1]
+    return group_sizes(demand, pool.shape.largest_group) if demand.architecture else [1]
 
 
-def _degrees(demand: Demand, pool: Pool, tensor: int, stages: int) -> Layout | Shortage:
+def _layout(demand: Demand, base: Layout, pool: Pool, tensor: int, stages: int) -> Layout | Shortage:
     """Return the layout of engines with these degrees, without its memory."""
-    tokens = demand.pins.micro_batch_tokens
-    serves = "tensor" in demand.parallel
-    sequence = demand.pinned("sequence_parallel_size") or 1
-    eager = not pool.counts_memory if demand.pins.eager == "auto" else demand.pins.eager
+    tokens, eager, serves = demand.pins.micro_batch_tokens, demand.pins.eager, "tensor" in demand.parallel
     layout = Layout(
         tensor_parallel_size=tensor,
         pipeline_parallel_size=stages,
-        sequence_parallel_size=sequence,
+        sequence_parallel_size=base.sequence_parallel_size,
         micro_batch_tokens=CPU_MICRO_BATCH_TOKENS if tokens == "auto" else tokens,
-        eager=eager if serves else None,
-        sleeps=pool.shared and serves and pool.counts_memory,
+        eager=(not pool.counts_memory if eager == "auto" else eager) if serves else None,
+        sleeps=pool.is_shared and serves and pool.counts_memory,
     )
-    return with_data_parallel_size(demand, pool, layout, pool.groups(tensor * sequence) // stages)
+    return with_copies(demand, pool, layout)
 
 
 @dataclass(frozen=True)
@@ -89,28 +69,17 @@ class EngineOption:
     pool: Pool
     layout: Layout
     idle: Terms
-    whole: "EngineOption | None" = None
-    """Engines without pipeline stages on the same GPUs, which are as fast where memory is no limit."""
+    _by_share: dict[float, RoleChoice | Shortage] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def keeps_activations(self) -> bool:
         """Return False, because nothing is trained."""
         return False
 
-    @property
-    def bound(self) -> Mapping[str, float]:
-        """Return the least time of each node without pipeline stages."""
-        return self.seconds if self.whole is None else self.whole.seconds
-
     @cached_property
     def seconds(self) -> Mapping[str, float]:
         """Return the least time of each node: with a KV cache of any size."""
         return self._seconds(inf)
-
-    def least_seconds(self, available: float) -> Mapping[str, float] | None:
-        """Return the time of each node with ``available`` GiB on each GPU; None if that is too little."""
-        choice = self.choose(available)
-        return choice.seconds if isinstance(choice, RoleChoice) else None
 
     def choose(self, available: float) -> RoleChoice | Shortage:
         """Return the choice with ``gpu_memory_utilization`` as pinned, or with all that is left in steps of 0.05."""
@@ -126,11 +95,9 @@ class EngineOption:
             rest = max(0, floor(available / memory_gib * 100)) / 100
             what = f"gpu_memory_utilization {share:g}, which is more than the {rest:g} that is left"
             return Shortage(demand.role, share * memory_gib - available, what)
-        return self._of_share(share)
-
-    @cached_property
-    def _of_share(self) -> Callable[[float], RoleChoice | Shortage]:
-        return cache(self._serve)
+        if share not in self._by_share:
+            self._by_share[share] = self._serve(share)
+        return self._by_share[share]
 
     def _serve(self, share: float) -> RoleChoice | Shortage:
         """Return the choice with a ``gpu_memory_utilization``."""

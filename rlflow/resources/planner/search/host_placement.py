@@ -2,48 +2,48 @@
 
 from collections.abc import Sequence
 
-from rlflow.resources.planner.candidate import Candidate, PlacedCandidate, simulated
+from rlflow.resources.planner.candidate import Candidate, PlacedCandidate
 from rlflow.resources.planner.placement_solver import Counts, PoolRequest, place_pools
-from rlflow.resources.planner.pool import Shortage
-from rlflow.resources.planner.search.pool_search import PoolUse
-from rlflow.resources.planner.search.pool_uses import PoolUses
-from rlflow.resources.planner.search.sharing import Partition
+from rlflow.resources.planner.pools import Partition, PoolUse, Shortage
+from rlflow.resources.planner.prediction.step_times import StepTimes
+from rlflow.resources.planner.search.pool_cache import PoolCache
+from rlflow.resources.planner.search.pool_pins import pool_pins
 
 
-def place(candidate: Candidate, of: PoolUses) -> PlacedCandidate | None:
+def place(candidate: Candidate, cache: PoolCache) -> PlacedCandidate | None:
     """Place a candidate; where hosts cannot hold its groups, also with smaller ones, and return the fastest."""
     found: list[PlacedCandidate] = []
     narrower: Candidate | None = candidate
     while narrower is not None:
-        requests = _requests(narrower, of)
-        counts = place_pools(requests, of.cluster)
-        placed = _settled(narrower.partition, requests, counts, of) if counts is not None else None
+        requests = _requests(narrower, cache)
+        counts = place_pools(requests, cache.inputs.cluster)
+        placed = _settled(narrower.partition, requests, counts, cache) if counts is not None else None
         if placed is not None:
             found.append(placed)
             if _holds_all_groups(placed):
                 break
-        narrower = _narrowed(narrower, of)
+        narrower = _narrowed(narrower, cache)
     return min(found, key=lambda placed: (placed.candidate.margin, placed.seconds), default=None)
 
 
-def place_least(partition: Partition, of: PoolUses) -> PlacedCandidate | None:
+def place_least(partition: Partition, cache: PoolCache) -> PlacedCandidate | None:
     """Place pools with as few GPUs as they need, and give the last one what is left."""
     requests = []
     for index, roles in enumerate(partition):
-        pins = of.pins(roles)
+        pins = pool_pins(cache.inputs.demands_of(roles))
         (size, number), takes_rest = pins.needs[0], index == len(partition) - 1 and pins.gpus is None
         groups = None if takes_rest else number if pins.gpus is None else pins.gpus // size
-        requests.append(PoolRequest(",".join(roles), pins.gpus, size, groups, pins.needs, of.labels(roles)))
-    counts = place_pools(requests, of.cluster)
-    return _settled(partition, tuple(requests), counts, of) if counts is not None else None
+        requests.append(PoolRequest(",".join(roles), pins.gpus, size, groups, pins.needs, cache.inputs.labels(roles)))
+    counts = place_pools(requests, cache.inputs.cluster)
+    return _settled(partition, tuple(requests), counts, cache) if counts is not None else None
 
 
-def _requests(candidate: Candidate, of: PoolUses) -> tuple[PoolRequest, ...]:
+def _requests(candidate: Candidate, cache: PoolCache) -> tuple[PoolRequest, ...]:
     """Return what the pools need. The last pool takes what is left where all GPUs are meant to be used."""
     requests = []
-    everything = sum(candidate.gpus) == of.total(candidate.partition)
+    everything = sum(candidate.gpus) == cache.inputs.num_gpus(candidate.partition)
     for index, (roles, used) in enumerate(zip(candidate.partition, candidate.uses, strict=True)):
-        pins = of.pins(roles)
+        pins = pool_pins(cache.inputs.demands_of(roles))
         takes_rest = everything and index == len(candidate.partition) - 1 and pins.sizes is None
         gpus = candidate.gpus[index] if pins.sizes else used.num_gpus
         requests.append(
@@ -53,7 +53,7 @@ def _requests(candidate: Candidate, of: PoolUses) -> tuple[PoolRequest, ...]:
                 size=used.unit,
                 groups=None if takes_rest else gpus // used.unit,
                 needs=pins.needs,
-                labels=of.labels(roles),
+                labels=cache.inputs.labels(roles),
             )
         )
     return tuple(requests)
@@ -67,39 +67,39 @@ def _holds_all_groups(placed: PlacedCandidate) -> bool:
 
 
 def _settled(
-    partition: Partition, requests: tuple[PoolRequest, ...], counts: Counts, of: PoolUses
+    partition: Partition, requests: tuple[PoolRequest, ...], counts: Counts, cache: PoolCache
 ) -> PlacedCandidate | None:
     """Return the candidate with the groups that its hosts really have, which are fewer on uneven hosts."""
-    counts = _with_rest(requests, counts, of)
+    counts = _with_rest(requests, counts, cache)
     sizes = [tuple(taken[index] for taken in counts if taken[index]) for index in range(len(requests))]
     uses: list[PoolUse] = []
     for roles, on_hosts in zip(partition, sizes, strict=True):
-        used = of.on_hosts(roles, on_hosts)
+        used = cache.on_hosts(roles, on_hosts)
         if isinstance(used, Shortage):
             return None
         uses.append(used)
-    settled = simulated(partition, tuple(map(sum, sizes)), uses, of)
+    settled = StepTimes(cache.inputs, partition).candidate(tuple(map(sum, sizes)), uses)
     return PlacedCandidate(settled, requests, counts)
 
 
-def _with_rest(requests: Sequence[PoolRequest], counts: Counts, of: PoolUses) -> Counts:
+def _with_rest(requests: Sequence[PoolRequest], counts: Counts, cache: PoolCache) -> Counts:
     """Give the last pool, if it takes what is left, also the GPUs that no group of its largest role can use."""
     if requests[-1].groups is not None:
         return counts
     return [
         (*taken[:-1], len(host.usable) - sum(taken[:-1]) if requests[-1].may_use(host) else 0)
-        for host, taken in zip(of.cluster.hosts, counts, strict=True)
+        for host, taken in zip(cache.inputs.cluster.hosts, counts, strict=True)
     ]
 
 
-def _narrowed(candidate: Candidate, of: PoolUses) -> Candidate | None:
+def _narrowed(candidate: Candidate, cache: PoolCache) -> Candidate | None:
     """Return the candidate with smaller groups in the pool that has the largest ones, if possible."""
     for index in sorted(range(len(candidate.uses)), key=lambda each: (-candidate.uses[each].unit, each)):
         unit = candidate.uses[index].unit
         if unit == 1:
             break
-        used = of.ideal(candidate.partition[index], candidate.gpus[index], largest_group=unit - 1)
+        used = cache.ideal(candidate.partition[index], candidate.gpus[index], largest_group=unit - 1)
         if isinstance(used, PoolUse) and used.unit < unit:
             uses = (*candidate.uses[:index], used, *candidate.uses[index + 1 :])
-            return simulated(candidate.partition, candidate.gpus, uses, of)
+            return StepTimes(cache.inputs, candidate.partition).candidate(candidate.gpus, uses)
     return None

@@ -102,7 +102,7 @@ def test_the_backward_pass_makes_no_gradients_of_weights() -> None:
         requirements = required(*overrides)
         demand = next(demand for demand in requirements.demands if demand.role == "actor")
         tasks = [task for task in requirements.workload.tasks if task.kind == "update"]
-        speed = Search(requirements.demands, requirements.workload, cluster(8), {}).host_set(["actor"]).speed
+        speed = Search(requirements.demands, requirements.workload, cluster(8), {}).inputs.host_set(["actor"]).speed
         layout = replace(ON_ONE, data_parallel_size=8, zero_stage=2, micro_batch_tokens=16384)
         return sum(task_seconds(demand, tasks, layout, speed, kv_tokens=0).values())
 

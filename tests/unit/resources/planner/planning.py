@@ -9,7 +9,8 @@ from rlflow.resources.cluster import Cluster, Gpu, Host
 from rlflow.resources.demand import Demand
 from rlflow.resources.layout import Resources, RolePlacement
 from rlflow.resources.models.architecture import Architecture
-from rlflow.resources.planner.search.search import Search, SearchResult
+from rlflow.resources.planner.candidate import SearchResult
+from rlflow.resources.planner.search.search import Search
 from rlflow.resources.time.lengths import Lengths
 from rlflow.resources.workload import Task, TaskKind, WeightSync, Workload
 
@@ -58,8 +59,7 @@ def demand(role: str, model: Architecture | None = SMALL, parallel: frozenset[st
         role=role,
         engine="fake",
         parallel=parallel,
-        trains=role.startswith(("actor", "critic")),
-        generates=role.startswith("rollout"),
+        job="train" if role.startswith(("actor", "critic")) else "serve" if role.startswith("rollout") else "score",
         architecture=model,
         training=replace(TRAINING_MEMORY, logits_at_once=float("inf")),
         pins=Resources(**wants),
@@ -83,9 +83,9 @@ def task(node: str, role: str, kind: TaskKind, *after: str, longest: int = 1024,
 
 def workload(demands: Sequence[Demand], longest: int = 1024, samples: int = 256) -> Workload:
     """Return a step that generates, then scores, then trains. The rollout roles follow the first that trains."""
-    generating = [d.role for d in demands if d.generates]
-    training = [d.role for d in demands if d.trains]
-    scoring = [d.role for d in demands if not d.generates and not d.trains]
+    generating = [d.role for d in demands if d.job == "serve"]
+    training = [d.role for d in demands if d.job == "train"]
+    scoring = [d.role for d in demands if d.job == "score"]
     sizes: dict[str, Any] = {"longest": longest, "samples": samples}
     tasks = [task(role, role, "generate", **sizes) for role in generating]
     tasks += [task(role, role, "score", *generating, **sizes) for role in scoring]

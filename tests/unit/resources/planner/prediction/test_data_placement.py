@@ -69,7 +69,7 @@ def test_it_is_with_those_who_made_it() -> None:
 
 def test_reading_takes_time_between_hosts() -> None:
     demands = [demand("actor"), demand("rollout"), demand("reference")]
-    host_set = search(demands, cluster(8, 8)).host_set(["actor"])
+    host_set = search(demands, cluster(8, 8)).inputs.host_set(["actor"])
     train = GRPO.tasks[-1]
 
     def read(*pools: tuple[tuple[str, ...], int]) -> float:
@@ -88,7 +88,9 @@ def test_reading_takes_time_between_hosts() -> None:
 
 def test_a_task_on_the_hosts_of_its_samples_fetches_none_of_them() -> None:
     """8 GiB on each of 2 hosts go into the store and out of it, at 3 GB/s; to other hosts also over TCP."""
-    host_set = search([demand("actor"), demand("rollout"), demand("reference")], cluster(8, 8)).host_set(["actor"])
+    host_set = search([demand("actor"), demand("rollout"), demand("reference")], cluster(8, 8)).inputs.host_set(
+        ["actor"]
+    )
     judge = replace(task("judge", "rollout", "host", "write"), role=None)
     graph = Workload(tasks=(*GRPO.tasks, judge), edges=(edge("write", "rollout", 16, "judge"),))
     pools, sizes = (("rollout",), ("actor", "reference")), (16, 16)
@@ -110,7 +112,7 @@ def test_the_plan_tells_and_the_hosts_memory_counts_it() -> None:
         found = Search(demands, replace(given, edges=edges), cluster(8, 8), {})
         best = found.best()
         assert best is not None
-        prediction = predict(found, best)
+        prediction = predict(found.inputs, best)
         return (
             sum(prediction.data.store_peak_gib.values()),
             sum(prediction.host_gib.values()),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlflow.resources.planner.candidate import describe_pools
+from rlflow.resources.planner.pools import describe_pools
 from rlflow.resources.planner.prediction.prediction import Prediction, predict
 from tests.unit.resources.planner.planning import SEVEN_B, cluster, demand, search
 
@@ -12,7 +12,7 @@ def predicted(longest: int = 4096, hosts: int = 1, samples: int = 1024) -> Predi
     found = search(demands, cluster(*[8] * hosts), longest=longest, samples=samples)
     placed = found.best()
     assert placed is not None
-    return predict(found, placed)
+    return predict(found.inputs, placed)
 
 
 def test_step_and_throughput_agree() -> None:
@@ -38,7 +38,7 @@ def test_the_first_limit_is_where_planning_with_this_layout_ends() -> None:
     found = search(demands, on, longest=4096)
     placed = found.best()
     assert placed is not None
-    limits = predict(found, placed).limits
+    limits = predict(found.inputs, placed).limits
     words = limits[0].split()
     assert words[:3] == ["responses", "longer", "than"]
     assert int(words[3]) > 0.75 * 4096

@@ -1,11 +1,13 @@
 """Ways to share and sizes of pools, counted; and one pool's use."""
 
-from collections.abc import Iterator, Sequence
 from math import comb
 
-from rlflow.resources.planner.pool import Pool, Shortage, select_hosts
-from rlflow.resources.planner.search.pool_search import PoolUse, RoleSearches, best_use
-from rlflow.resources.planner.search.sharing import PoolPins, SizeGrid, pool_pins, sharing_partitions
+from rlflow.resources.planner.hosts import select_hosts
+from rlflow.resources.planner.pools import Pool, PoolShape, PoolUse, Shortage
+from rlflow.resources.planner.search.pool_pins import PoolPins, pool_pins
+from rlflow.resources.planner.search.pool_search import LayoutSearches, best_use
+from rlflow.resources.planner.search.pool_sizes import pool_sizes
+from rlflow.resources.planner.search.sharing import sharing_partitions
 from tests.unit.resources.planner.planning import SEVEN_B, cluster, demand, workload
 
 
@@ -36,28 +38,19 @@ def pins(*sizes: int) -> PoolPins:
     return PoolPins(frozenset(sizes) or None, None, ((1, 1),))
 
 
-def sizes_of(pins: Sequence[PoolPins], most: Sequence[int], total: int) -> Iterator[tuple[int, ...]]:
-    """Yield all sizes of the pools."""
-    grid = SizeGrid(pins, most, total)
-    prefixes: list[tuple[int, ...]] = [()]
-    for _ in pins:
-        prefixes = [(*prefix, size) for prefix in prefixes for size in grid.next_sizes(prefix)]
-    yield from (tuple(size for size in grid.in_order(sizes) if size is not None) for sizes in prefixes)
-
-
 def test_sizes() -> None:
-    assert list(sizes_of([pins()], [8], 8)) == [(1,), (2,), (4,), (8,)]
-    assert list(sizes_of([pins(), pins()], [4, 4], 4)) == [(1, 3), (2, 2), (3, 1)]
-    assert (12, 4) in sizes_of([pins(), pins()], [16, 16], 16)
-    assert list(sizes_of([pins(4), pins()], [16, 16], 16)) == [(4, 12)]
-    assert list(sizes_of([pins(4), pins(12)], [16, 16], 16)) == [(4, 12)]
-    assert list(sizes_of([pins(4), pins(16)], [16, 16], 16)) == []
-    assert all(sum(split) == 63 for split in sizes_of([pins()] * 3, [63] * 3, 63))
+    assert pool_sizes([pins()], [8], 8) == [(1,), (2,), (4,), (8,)]
+    assert pool_sizes([pins(), pins()], [4, 4], 4) == [(1, 3), (2, 2), (3, 1)]
+    assert (12, 4) in pool_sizes([pins(), pins()], [16, 16], 16)
+    assert pool_sizes([pins(4), pins()], [16, 16], 16) == [(4, 12)]
+    assert pool_sizes([pins(4), pins(12)], [16, 16], 16) == [(4, 12)]
+    assert pool_sizes([pins(4), pins(16)], [16, 16], 16) == []
+    assert all(sum(split) == 63 for split in pool_sizes([pins()] * 3, [63] * 3, 63))
 
 
 def test_sizes_within_the_hosts_of_a_label() -> None:
     """One pool may have 5 of the 12 GPUs, the other the 7 others."""
-    found = list(sizes_of([pins(), pins()], [5, 7], 12))
+    found = pool_sizes([pins(), pins()], [5, 7], 12)
     assert (5, 7) in found
     assert all(first <= 5 and second <= 7 for first, second in found)
 
@@ -65,13 +58,13 @@ def test_sizes_within_the_hosts_of_a_label() -> None:
 def test_sizes_from_the_least_on() -> None:
     """The least of a pool is tried even where it is not on the grid, and the others keep at least theirs."""
     some = [PoolPins(None, None, ((3, 1),)), PoolPins(None, None, ((1, 5), (2, 1)))]
-    assert list(sizes_of(some, [12, 12], 12)) == [(3, 9), (4, 8), (6, 6)]
-    assert list(sizes_of(some, [12, 12], 7)) == []
+    assert pool_sizes(some, [12, 12], 12) == [(3, 9), (4, 8), (6, 6)]
+    assert pool_sizes(some, [12, 12], 7) == []
 
 
 def test_ten_pools_of_a_thousand_gpus() -> None:
     """Every role by itself: 16 parts for 10 pools, of which 9 borders are chosen among 15 places."""
-    found = list(sizes_of([pins()] * 10, [1024] * 10, 1024))
+    found = pool_sizes([pins()] * 10, [1024] * 10, 1024)
     assert len(found) == comb(15, 9)
     assert all(sum(sizes) == 1024 for sizes in found)
 
@@ -88,17 +81,15 @@ def pool(gpus: int, *roles: str) -> Pool:
     on = cluster(8)
     return Pool(
         demands=tuple(demand(role, SEVEN_B) for role in roles),
-        gpus=gpus,
-        groups=lambda size: gpus // size,
+        shape=PoolShape(((gpus, 1),), gpus),
         host_set=select_hosts(on, (), {}),
-        largest_group=gpus,
     )
 
 
 def used(gpus: int, *roles: str, longest: int = 4096) -> PoolUse | Shortage:
     made = pool(gpus, *roles)
     work = workload(made.demands, longest=longest)
-    return best_use(made, work, RoleSearches(work))
+    return best_use(made, work, LayoutSearches(work))
 
 
 def test_offload_only_where_nothing_fits_without() -> None:
@@ -125,8 +116,8 @@ def test_host_memory_bounds_what_sleeps_there() -> None:
     roomy = pool(1, "actor")
     narrow = replace(roomy, host_set=replace(roomy.host_set, host_gib=20.0))
     work = workload(narrow.demands, longest=4096)
-    assert isinstance(best_use(roomy, work, RoleSearches(work)), PoolUse)
-    assert isinstance(best_use(narrow, work, RoleSearches(work)), Shortage)
+    assert isinstance(best_use(roomy, work, LayoutSearches(work)), PoolUse)
+    assert isinstance(best_use(narrow, work, LayoutSearches(work)), Shortage)
 
 
 def test_longer_sequences_need_more_and_take_longer() -> None:

@@ -1,0 +1,57 @@
+"""The inputs of planning: the demands of roles, the work of a step, the cluster, and measured efficiencies."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from rlflow.errors import PlacementError
+from rlflow.resources.cluster import Cluster
+from rlflow.resources.demand import Demand
+from rlflow.resources.planner.hosts import HostSet, select_hosts
+from rlflow.resources.planner.pools import Partition
+from rlflow.resources.time.calibration import Calibration
+from rlflow.resources.workload import Workload
+
+
+@dataclass(frozen=True)
+class PlannerInputs:
+    """Everything that a plan follows from."""
+
+    demands: dict[str, Demand]
+    """By role, in alphabetical order."""
+    workload: Workload
+    cluster: Cluster
+    calibration: Calibration
+    _host_sets: dict[frozenset[str], HostSet] = field(default_factory=dict, compare=False, repr=False)
+
+    @classmethod
+    def of(
+        cls, demands: Collection[Demand], workload: Workload, cluster: Cluster, calibration: Calibration
+    ) -> "PlannerInputs":
+        """Return the inputs for demands in any order."""
+        by_role = {demand.role: demand for demand in sorted(demands, key=lambda demand: demand.role)}
+        return cls(by_role, workload, cluster, calibration)
+
+    def demands_of(self, roles: Sequence[str]) -> tuple[Demand, ...]:
+        """Return the demands of a pool's roles."""
+        return tuple(self.demands[role] for role in roles)
+
+    def labels(self, roles: Sequence[str]) -> frozenset[str]:
+        """Return the labels that the hosts of a pool with these roles have."""
+        return frozenset(label for role in roles if (label := self.demands[role].pins.label) is not None)
+
+    def host_set(self, roles: Sequence[str]) -> HostSet:
+        """Return the hosts that the roles may use together. Raises PlacementError when there are none."""
+        labels = self.labels(roles)
+        if labels not in self._host_sets:
+            try:
+                self._host_sets[labels] = select_hosts(self.cluster, labels, self.calibration)
+            except PlacementError as error:
+                labelled = next((role for role in roles if self.demands[role].pins.label is not None), roles[0])
+                error.path = f"roles.{labelled}.{error.path}" if error.path == "label" else error.path
+                raise
+        return self._host_sets[labels]
+
+    def num_gpus(self, partition: Partition) -> int:
+        """Return the number of GPUs that any of the pools may use."""
+        hosts = {host.name: len(host.usable) for pool in partition for host in self.host_set(pool).hosts}
+        return sum(hosts.values())

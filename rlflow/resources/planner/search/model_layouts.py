@@ -1,0 +1,131 @@
+"""The layouts of a role that trains or scores: degrees, checkpointing, and the largest micro-batch that fits."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import ceil, inf
+
+from rlflow.resources.demand import Demand
+from rlflow.resources.layout import Layout
+from rlflow.resources.memory.state import Terms, total_gib
+from rlflow.resources.planner.pools import Pool, RoleChoice, Shortage
+from rlflow.resources.planner.prediction.role_memory import largest_micro_batch, working_terms
+from rlflow.resources.planner.prediction.task_times import task_seconds
+from rlflow.resources.planner.search.degrees import (
+    CPU_MICRO_BATCH_TOKENS,
+    group_sizes,
+    pipeline_stages,
+    with_copies,
+)
+from rlflow.resources.workload import Task
+
+MAX_MICRO_BATCH_TOKENS = 65536
+
+
+def model_options(
+    demand: Demand, tasks: Sequence[Task], base: Layout, idle: Terms, pool: Pool
+) -> Iterator["ModelOption | Shortage"]:
+    """Yield the options of a role that trains or scores: sequence parallelism and checkpointing."""
+    for layout in _sequence_layouts(demand, base, pool):
+        if isinstance(layout, Shortage):
+            yield layout
+        elif layout.offload == "weights" and layout.zero_stage != 3:
+            yield Shortage(demand.role, inf, "weights can be offloaded in ZeRO stage 3 only")
+        else:
+            pinned = demand.pins.gradient_checkpointing
+            both = demand.job == "train" and pinned == "auto" and pool.counts_memory
+            for saves in (False, True) if both else (pinned is True and demand.job == "train",):
+                yield ModelOption(demand, tasks, pool, replace(layout, gradient_checkpointing=saves), idle)
+
+
+def _sequence_layouts(demand: Demand, base: Layout, pool: Pool) -> Iterator[Layout | Shortage]:
+    """Yield layouts with each sequence parallelism that divides the heads and fits a host (Jacobs et al. 2023)."""
+    pinned = demand.pinned("sequence_parallel_size")
+    sizes = [pinned] if pinned else group_sizes(demand, min(pool.shape.largest_group, pool.shape.num_gpus))
+    for size in sizes if demand.architecture else sizes[:1]:
+        stages = pipeline_stages(demand, base.tensor_parallel_size * size) or base.pipeline_parallel_size
+        yield with_copies(demand, pool, replace(base, sequence_parallel_size=size, pipeline_parallel_size=stages))
+
+
+@dataclass(frozen=True)
+class ModelOption:
+    """The degrees of a role that trains or scores, whose micro-batch depends on the memory that is left.
+
+    Where memory is not modelled, sequences that are not expected are ignored: each would be a micro-batch of its own.
+    """
+
+    demand: Demand
+    tasks: Sequence[Task]
+    pool: Pool
+    layout: Layout
+    idle: Terms
+    _terms_by_tokens: dict[int, Terms] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def keeps_activations(self) -> bool:
+        """Return whether the role is trained without gradient checkpointing."""
+        return self.demand.job == "train" and not self.layout.gradient_checkpointing
+
+    @cached_property
+    def seconds(self) -> Mapping[str, float]:
+        """Return the time of each node with the largest micro-batch that the role can use."""
+        return self._seconds(self._most)
+
+    def choose(self, available: float) -> RoleChoice | Shortage:
+        """Return the choice with the largest micro-batch that fits, and that the role can use."""
+        needed = self._gib(self._least)
+        if needed > available:
+            empty = self._gib(0)
+            what = f"{needed:.0f} GiB for {self._least} tokens"
+            what = f"{empty:.0f} GiB before the first token" if empty > available else what
+            return Shortage(self.demand.role, needed - available, f"{what}, of {available:.0f} GiB")
+        tokens = self._most
+        if self._least < tokens:
+            tokens = largest_micro_batch(self._gib, self._least, tokens, available)
+        layout = replace(self.layout, micro_batch_tokens=tokens)
+        awake = self._terms(max(self._longest_expected, tokens))
+        seconds = self.seconds if tokens == self._most else self._seconds(tokens)
+        return RoleChoice(layout, "update" if self.demand.job == "train" else "score", awake, self.idle, seconds)
+
+    @cached_property
+    def _longest_expected(self) -> int:
+        return max((task.longest for task in self.tasks if task.is_expected), default=1)
+
+    @cached_property
+    def _least(self) -> int:
+        """Return the tokens of the smallest micro-batch: the longest sequence."""
+        pinned = self.demand.pins.micro_batch_tokens
+        if pinned != "auto":
+            return max(self._longest_expected, pinned)
+        return max((task.longest for task in self.tasks), default=1)
+
+    @cached_property
+    def _most(self) -> int:
+        """Return the tokens of the largest micro-batch: as pinned, or a rank's share of the samples."""
+        pinned = self.demand.pins.micro_batch_tokens
+        if pinned != "auto":
+            return pinned
+        if not self.pool.counts_memory:
+            return max(self._longest_expected, CPU_MICRO_BATCH_TOKENS)
+        ranks = self.layout.data_parallel_size
+        shares = (ceil(task.tokens * task.epochs / task.minibatches / ranks) for task in self.tasks)
+        return max(self._least, min(MAX_MICRO_BATCH_TOKENS, max(shares, default=1)))
+
+    def _terms(self, tokens: int) -> Terms:
+        """Return the memory terms at the peak of a micro-batch."""
+        if self.demand.architecture is None or not self.pool.counts_memory:
+            return {}
+        if tokens not in self._terms_by_tokens:
+            sharp = self.pool.host_set.sharp
+            self._terms_by_tokens[tokens] = working_terms(self.demand, self.layout, tokens, sharp)
+        return self._terms_by_tokens[tokens]
+
+    def _gib(self, tokens: int) -> float:
+        return total_gib(self._terms(tokens))
+
+    def _seconds(self, tokens: int) -> Mapping[str, float]:
+        layout, moved = replace(self.layout, micro_batch_tokens=tokens), 0.0
+        if layout.sleeps:
+            awake = self._terms(max(self._longest_expected, tokens))
+            moved = sum(awake.get(term, 0.0) for term in ("weights", "gradients", "optimizer"))
+        return task_seconds(self.demand, self.tasks, layout, self.pool.host_set.speed, kv_tokens=inf, moved_gib=moved)
