@@ -23,6 +23,8 @@ class StepTimes:
         self._pool_of = pool_indices(partition)
         self._largest_hosts = sorted({inputs.host_set(roles).largest_host for roles in partition})
         self._scheduler = StepScheduler(inputs.workload, self._pool_of)
+        read = {node for edge in inputs.workload.edges for node in edge.readers}
+        self._readers = [task for task in inputs.workload.tasks if task.node in read]
         self._data_seconds: dict[object, tuple[Mapping[str, float], Mapping[str, float]]] = {}
         self._sync_seconds = cache(self._find_sync_seconds)
 
@@ -83,7 +85,7 @@ class StepTimes:
 
     def _reading_seconds(self, gpus: tuple[int, ...]) -> dict[str, float]:
         seconds = {}
-        for task in self._inputs.workload.tasks:
+        for task in self._readers:
             role = task.role or task.hosts_of
             host_set = self._inputs.host_set(self._partition[0 if role is None else self._pool_of[role]])
             seconds[task.node] = reading_seconds(self._inputs.workload, task, host_set, self._partition, gpus)

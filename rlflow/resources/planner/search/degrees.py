@@ -33,19 +33,19 @@ def base_layout(demand: Demand, policy: PoolPolicy, pool: Pool) -> Layout:
     stage = policy.zero_stage if trains else (3 if policy.shards_scorers else 0)
     # A model that only scores can offload nothing except its weights.
     offload: Offload = policy.offload if trains or policy.offload == "weights" else "none"
-    layout = Layout(
-        tensor_parallel_size=demand.pinned("tensor_parallel_size") or 1,
-        pipeline_parallel_size=demand.pinned("pipeline_parallel_size") or 1,
-        sequence_parallel_size=demand.pinned("sequence_parallel_size") or 1,
-        data_parallel_size=1,
+    tensor, stages, sequence = (
+        demand.pinned(f"{way}_parallel_size") or 1 for way in ("tensor", "pipeline", "sequence")
+    )
+    return Layout(
+        tensor_parallel_size=tensor,
+        pipeline_parallel_size=stages,
+        data_parallel_size=demand.pinned("data_parallel_size") or max(1, pool.shape.groups(tensor * stages * sequence)),
+        sequence_parallel_size=sequence,
         zero_stage=(stage if pins.zero_stage == "auto" else pins.zero_stage) if spread else None,
         offload=(offload if pins.offload == "auto" else pins.offload) if spread else None,
         micro_batch_tokens=CPU_MICRO_BATCH_TOKENS,
         sleeps=policy.sleeps and pool.is_shared and spread and demand.job != "serve",
     )
-    copies = demand.pinned("data_parallel_size")
-    copies = copies or max(1, pool.shape.groups(layout.group_size * layout.pipeline_parallel_size))
-    return replace(layout, data_parallel_size=copies)
 
 
 def group_sizes(demand: Demand, most: int) -> list[int]:

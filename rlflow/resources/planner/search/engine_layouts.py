@@ -22,10 +22,7 @@ _STAGES = (2, 4, 8)
 def engine_options(
     demand: Demand, tasks: Sequence[Task], base: Layout, idle: Terms, pool: Pool
 ) -> Iterator["EngineOption | Shortage"]:
-    """Yield the options of a role that generates: tensor parallelism, and pipeline stages.
-
-    Stages leave more memory for the KV cache. A full batch is no faster with them, nor is what is left of it.
-    """
+    """Yield the options of a role that generates: tensor parallelism, and pipeline stages."""
     sizes = _tensor_sizes(demand, pool)
     degrees = [
         (size, pipeline_stages(demand, size * base.sequence_parallel_size) or base.pipeline_parallel_size)
@@ -34,9 +31,17 @@ def engine_options(
     model = demand.architecture
     if demand.pinned("pipeline_parallel_size") is None and model is not None and pool.counts_memory:
         degrees += [(size, stages) for size in sizes for stages in _STAGES if stages <= model.num_hidden_layers]
+    # Stages leave more memory for the KV cache. A full batch is no faster with them, nor is what is left of it.
+    fastest: dict[int, EngineOption] = {}
     for size, stages in degrees:
         layout = _layout(demand, base, pool, size, stages)
-        yield layout if isinstance(layout, Shortage) else EngineOption(demand, tasks, pool, layout, idle)
+        if isinstance(layout, Shortage):
+            yield layout
+        else:
+            bound = fastest.get(size) if demand.pinned("data_parallel_size") is None else None
+            option = EngineOption(demand, tasks, pool, layout, idle, bound)
+            fastest.setdefault(size, option)
+            yield option
 
 
 def _tensor_sizes(demand: Demand, pool: Pool) -> list[int]:
@@ -69,12 +74,19 @@ class EngineOption:
     pool: Pool
     layout: Layout
     idle: Terms
+    fastest: "EngineOption | None" = None
+    """Engines without pipeline stages on the same GPUs, which are as fast where memory is no limit."""
     _by_share: dict[float, RoleChoice | Shortage] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def keeps_activations(self) -> bool:
         """Return False, because nothing is trained."""
         return False
+
+    @property
+    def bound(self) -> float:
+        """Return the seconds of the fastest option."""
+        return sum((self.fastest or self).seconds.values())
 
     @cached_property
     def seconds(self) -> Mapping[str, float]:

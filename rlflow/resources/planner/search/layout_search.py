@@ -22,6 +22,10 @@ class LayoutOption(Protocol):
         """Return the least time of each node, with as much memory as the role can use."""
 
     @property
+    def bound(self) -> float:
+        """Return at most the sum of ``seconds``: that of another option which is faster with enough memory."""
+
+    @property
     def keeps_activations(self) -> bool:
         """Return whether the role is trained without gradient checkpointing."""
 
@@ -30,7 +34,10 @@ class LayoutOption(Protocol):
 
 
 class LayoutSearch:
-    """The layouts of one role in a pool, given what the pool's policy decides."""
+    """The layouts of one role in a pool, given what the pool's policy decides.
+
+    Options are examined in the order of their bounds, until none of these is below the best time.
+    """
 
     def __init__(self, demand: Demand, tasks: Sequence[Task], base: Layout, pool: Pool) -> None:
         idle = idle_terms(demand, base, pool)
@@ -42,9 +49,11 @@ class LayoutSearch:
             if isinstance(option, Shortage):
                 self._shortages.append(option)
             else:
-                timed.append((_cautious(option.seconds, option), index, option))
+                timed.append((_cautious(option.bound, option), index, option))
         # Among equally fast options, the first has the least tensor and sequence parallelism.
         self._options = sorted(timed, key=lambda entry: entry[:2])
+        self.least_seconds = min((option.bound for _, _, option in timed), default=inf)
+        """The least time of all nodes together, with as much memory as the role can use."""
         self._no_option = Shortage(demand.role, inf, f"its degrees do not fit {pool.shape.num_gpus} GPUs")
         self._best: dict[float, RoleChoice | Shortage] = {}
 
@@ -60,17 +69,21 @@ class LayoutSearch:
         for least, index, option in self._options:
             if best is not None and (least, index) > best[:2]:
                 break
+            if best is not None and (_cautious(sum(option.seconds.values()), option), index) > best[:2]:
+                continue
             choice = option.choose(available)
             if isinstance(choice, Shortage):
                 shortages.append(choice)
-            elif best is None or (_cautious(choice.seconds, option), index) < best[:2]:
-                best = _cautious(choice.seconds, option), index, choice
+                continue
+            seconds = _cautious(sum(choice.seconds.values()), option)
+            if best is None or (seconds, index) < best[:2]:
+                best = seconds, index, choice
         return best[2] if best else min(shortages, key=lambda shortage: shortage.gib, default=self._no_option)
 
 
-def _cautious(seconds: Mapping[str, float], option: LayoutOption) -> float:
-    """Return the sum of seconds, plus the error of predicted times where an update keeps all activations.
+def _cautious(seconds: float, option: LayoutOption) -> float:
+    """Return the seconds, plus the error of predicted times where an update keeps all activations.
 
     Gradient checkpointing saves memory for certain, and costs time only as far as the prediction is right.
     """
-    return sum(seconds.values()) * (1 + TIME_ERROR * option.keeps_activations)
+    return seconds * (1 + TIME_ERROR * option.keeps_activations)

@@ -26,16 +26,22 @@ def model_options(
     demand: Demand, tasks: Sequence[Task], base: Layout, idle: Terms, pool: Pool
 ) -> Iterator["ModelOption | Shortage"]:
     """Yield the options of a role that trains or scores: sequence parallelism and checkpointing."""
+    # On as many GPUs, more ranks for a sequence, and checkpointing, save memory and no time.
+    fastest: ModelOption | None = None
     for layout in _sequence_layouts(demand, base, pool):
         if isinstance(layout, Shortage):
             yield layout
         elif layout.offload == "weights" and layout.zero_stage != 3:
             yield Shortage(demand.role, inf, "weights can be offloaded in ZeRO stage 3 only")
         else:
+            if fastest is not None and layout.num_gpus != fastest.layout.num_gpus:
+                fastest = None
             pinned = demand.pins.gradient_checkpointing
             both = demand.job == "train" and pinned == "auto" and pool.counts_memory
             for saves in (False, True) if both else (pinned is True and demand.job == "train",):
-                yield ModelOption(demand, tasks, pool, replace(layout, gradient_checkpointing=saves), idle)
+                option = ModelOption(demand, tasks, pool, replace(layout, gradient_checkpointing=saves), idle, fastest)
+                fastest = fastest or option
+                yield option
 
 
 def _sequence_layouts(demand: Demand, base: Layout, pool: Pool) -> Iterator[Layout | Shortage]:
@@ -59,12 +65,19 @@ class ModelOption:
     pool: Pool
     layout: Layout
     idle: Terms
+    fastest: "ModelOption | None"
+    """An option that is at least as fast where memory is no limit."""
     _terms_by_tokens: dict[int, Terms] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def keeps_activations(self) -> bool:
         """Return whether the role is trained without gradient checkpointing."""
         return self.demand.job == "train" and not self.layout.gradient_checkpointing
+
+    @property
+    def bound(self) -> float:
+        """Return the seconds of the fastest option."""
+        return sum((self.fastest or self).seconds.values())
 
     @cached_property
     def seconds(self) -> Mapping[str, float]:

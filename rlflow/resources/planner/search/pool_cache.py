@@ -16,6 +16,7 @@ class PoolCache:
     def __init__(self, inputs: PlannerInputs) -> None:
         self.inputs = inputs
         self._uses: dict[object, PoolUse | Shortage] = {}
+        self._by_size: dict[tuple[tuple[str, ...], int], PoolUse | Shortage] = {}
         self._searches: dict[object, LayoutSearches] = {}
 
     def ideal(self, roles: Sequence[str], gpus: int, *, largest_group: int | None = None) -> PoolUse | Shortage:
@@ -26,12 +27,16 @@ class PoolCache:
         largest = min(gpus, host_set.largest_host if largest_group is None else largest_group)
         return self._use(roles, PoolShape(((gpus, 1),), largest), host_set)
 
-    def use(self, roles: Sequence[str], gpus: int) -> PoolUse | Shortage:
+    def use(self, roles: tuple[str, ...], gpus: int) -> PoolUse | Shortage:
         """Return the best use of a pool; where it has all GPUs of all hosts, with the groups that these really hold."""
-        host_set = self.inputs.host_set(roles)
-        if len(roles) == len(self.inputs.demands) and gpus == host_set.num_gpus:
-            return self._use(roles, _shape([len(host.usable) for host in host_set.hosts]), host_set)
-        return self.ideal(roles, gpus)
+        if (roles, gpus) not in self._by_size:
+            host_set = self.inputs.host_set(roles)
+            if len(roles) == len(self.inputs.demands) and gpus == host_set.num_gpus:
+                whole_hosts = _shape([len(host.usable) for host in host_set.hosts])
+                self._by_size[roles, gpus] = self._use(roles, whole_hosts, host_set)
+            else:
+                self._by_size[roles, gpus] = self.ideal(roles, gpus)
+        return self._by_size[roles, gpus]
 
     def on_hosts(self, roles: Sequence[str], counts: Sequence[int]) -> PoolUse | Shortage:
         """Return the best use of a pool that has so many GPUs of each of several hosts."""

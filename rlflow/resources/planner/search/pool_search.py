@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import product
-from math import isinf
+from math import inf, isinf
 
 from rlflow.resources.demand import Demand
 from rlflow.resources.layout import Layout, Offload
@@ -43,7 +43,8 @@ def best_use(pool: Pool, workload: Workload, searches: LayoutSearches) -> PoolUs
     for offload in _OFFLOADS:
         without = best
         for policy in _policies(pool, offload):
-            use = _use_under(policy, pool, workload, searches)
+            below = best.total if best is not None and best.margin is Margin.SAFE else inf
+            use = _use_under(policy, pool, workload, searches, below)
             if isinstance(use, Shortage):
                 shortages.append(use)
             elif (without is None or use.margin < without.margin) and (
@@ -71,18 +72,24 @@ def _policies(pool: Pool, offload: Offload) -> Iterator[PoolPolicy]:
         yield PoolPolicy(sleeps=sleeps, zero_stage=stage, offload=offload, shards_scorers=shards)
 
 
-def _use_under(policy: PoolPolicy, pool: Pool, workload: Workload, searches: LayoutSearches) -> PoolUse | Shortage:
-    """Return the best use of a pool under one policy."""
+def _use_under(
+    policy: PoolPolicy, pool: Pool, workload: Workload, searches: LayoutSearches, below: float
+) -> PoolUse | Shortage:
+    """Return the best use of a pool under one policy, if it can take less than ``below`` seconds."""
     bases = {demand.role: base_layout(demand, policy, pool) for demand in pool.demands}
     layouts = {demand.role: searches.of(demand, bases[demand.role], pool) for demand in pool.demands}
     idle_gib = sum(search.idle_gib for search in layouts.values())
+    least_seconds = sum(search.least_seconds for search in layouts.values())
     choices = {}
     for demand in pool.demands:
+        if least_seconds >= below:
+            return Shortage(demand.role, inf, "another policy is as fast")
         search, base = layouts[demand.role], bases[demand.role]
         choice = _safest(demand, base, pool, search, idle_gib - search.idle_gib)
         if isinstance(choice, Shortage):
             return choice
         choices[demand.role] = choice
+        least_seconds += sum(choice.seconds.values()) - search.least_seconds
     margins = [choice.margin for choice in choices.values()]
     for margin in (_host_margin(pool, choices, workload), _sync_margin(pool, choices, workload)):
         if isinstance(margin, Shortage):
