@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import inf
 
 from rlflow.resources.demand import Demand
 from rlflow.resources.layout import Layout
@@ -78,8 +79,8 @@ class RoleChoice:
     """GiB on each of its GPUs while other roles work."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """The time of each of its nodes."""
-    kv_tokens: float | None = None
-    """Tokens in the KV cache of one engine."""
+    kv_tokens: float = inf
+    """Tokens in the KV cache of one engine; infinite where memory is not modelled."""
     concurrency: float | None = None
     """Sequences that one engine generates at once."""
     margin: Margin = Margin.SAFE

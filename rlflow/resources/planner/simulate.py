@@ -136,8 +136,3 @@ class StepScheduler:
             is_later = (times[node][1] > latest) | (last < 0)
             latest, last = np.where(is_later, times[node][1], latest), np.where(is_later, node, last)
         return latest, last
-
-
-def simulate(workload: Workload, seconds: Mapping[str, float], pool_of: Mapping[str, int]) -> Schedule:
-    """Schedule a step: ``seconds`` has every node and weight sync, ``pool_of`` the pool of each role."""
-    return StepScheduler(workload, pool_of).schedule(seconds)

@@ -60,6 +60,5 @@ def _token_seconds(inputs: PlannerInputs, result: SearchResult, task: Task) -> f
     if demand.architecture is None:
         return None
     speed = inputs.host_set([role]).speed.of_engine(demand.engine)
-    kv_tokens = float("inf") if choice.kv_tokens is None else choice.kv_tokens
-    first = generations(demand, task, choice.layout, speed, kv_tokens)[0]
+    first = generations(demand, task, choice.layout, speed, choice.kv_tokens)[0]
     return first.concurrency / first.engine_tokens_per_second

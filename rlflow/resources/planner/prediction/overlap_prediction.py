@@ -142,5 +142,4 @@ def _profile(candidate: Candidate, inputs: PlannerInputs, task: Task) -> DecodeP
     role = str(task.role)
     demand, choice = inputs.demands[role], candidate.choices[role]
     speed = inputs.host_set([role]).speed.of_engine(demand.engine)
-    kv_tokens = float("inf") if choice.kv_tokens is None else choice.kv_tokens
-    return decode_profile(demand, task, choice.layout, speed, kv_tokens)
+    return decode_profile(demand, task, choice.layout, speed, choice.kv_tokens)

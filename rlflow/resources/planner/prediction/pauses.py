@@ -22,9 +22,8 @@ def evaluation_seconds(inputs: PlannerInputs, result: SearchResult) -> float:
             seconds += host_task_seconds(task, inputs.demands.values(), speed)
             continue
         choice = result.candidate.choices[task.role]
-        kv_tokens = float("inf") if choice.kv_tokens is None else choice.kv_tokens
         speed = inputs.host_set([task.role]).speed
-        times = task_seconds(inputs.demands[task.role], [task], choice.layout, speed, kv_tokens=kv_tokens)
+        times = task_seconds(inputs.demands[task.role], [task], choice.layout, speed, kv_tokens=choice.kv_tokens)
         seconds += times[task.node]
     return seconds
 

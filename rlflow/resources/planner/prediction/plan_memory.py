@@ -99,7 +99,7 @@ def _most_tokens(inputs: PlannerInputs, candidate: Candidate, role: str) -> int 
     host_set = inputs.host_set([role])
     if demand.architecture is None or host_set.memory_gib is None or not tasks:
         return None
-    if choice.kv_tokens is not None:
+    if choice.phase == "generate":
         return ceil(choice.kv_tokens)
     available = host_set.usable_gib - candidate.uses[candidate.pool_of[role]].idle_gib_beside(role)
     longest = max((task.longest for task in tasks if task.is_expected), default=choice.layout.micro_batch_tokens)

@@ -78,16 +78,6 @@ class EngineOption:
     """Engines without pipeline stages on the same GPUs, which are as fast where memory is no limit."""
     _by_share: dict[float, RoleChoice | Shortage] = field(default_factory=dict, compare=False, repr=False)
 
-    @property
-    def keeps_activations(self) -> bool:
-        """Return False, because nothing is trained."""
-        return False
-
-    @property
-    def bound(self) -> float:
-        """Return the seconds of the fastest option."""
-        return sum((self.fastest or self).seconds.values())
-
     @cached_property
     def seconds(self) -> Mapping[str, float]:
         """Return the least time of each node: with a KV cache of any size."""

@@ -69,16 +69,6 @@ class ModelOption:
     """An option that is at least as fast where memory is no limit."""
     _terms_by_tokens: dict[int, Terms] = field(default_factory=dict, compare=False, repr=False)
 
-    @property
-    def keeps_activations(self) -> bool:
-        """Return whether the role is trained without gradient checkpointing."""
-        return self.demand.job == "train" and not self.layout.gradient_checkpointing
-
-    @property
-    def bound(self) -> float:
-        """Return the seconds of the fastest option."""
-        return sum((self.fastest or self).seconds.values())
-
     @cached_property
     def seconds(self) -> Mapping[str, float]:
         """Return the time of each node with the largest micro-batch that the role can use."""

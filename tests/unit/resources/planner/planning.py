@@ -1,6 +1,6 @@
 """Demands, tasks and clusters for tests of planning."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from rlflow.resources.layout import Resources, RolePlacement
 from rlflow.resources.models.architecture import Architecture
 from rlflow.resources.planner.candidate import SearchResult
 from rlflow.resources.planner.search.search import Search
+from rlflow.resources.planner.simulate import Schedule, StepScheduler
 from rlflow.resources.time.lengths import Lengths
 from rlflow.resources.workload import Task, TaskKind, WeightSync, Workload
 
@@ -111,3 +112,8 @@ def check(placed: RolePlacement, on: Cluster) -> None:
         assert len({bundle.host for bundle in placed.bundles[start : start + size]}) == 1
     usable = {(host.name, gpu) for host in on.hosts for gpu in host.usable}
     assert {(bundle.host, bundle.gpu) for bundle in placed.bundles} <= usable
+
+
+def simulate(work: Workload, seconds: Mapping[str, float], pool_of: Mapping[str, int]) -> Schedule:
+    """Schedule a step: ``seconds`` has every node and weight sync, ``pool_of`` the pool of each role."""
+    return StepScheduler(work, pool_of).schedule(seconds)

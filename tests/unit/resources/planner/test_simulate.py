@@ -7,11 +7,11 @@ import pytest
 import rlflow
 from rlflow.resources.cluster import Gpu
 from rlflow.resources.planner.prediction.task_times import collecting_seconds
-from rlflow.resources.planner.simulate import PARTS, simulate
+from rlflow.resources.planner.simulate import PARTS
 from rlflow.resources.time.speed import Efficiency, gpu_speed
 from rlflow.resources.workload import Task, TaskKind, WeightSync, Workload
 from tests.helpers import load
-from tests.unit.resources.planner.planning import task
+from tests.unit.resources.planner.planning import simulate, task
 
 
 def of(node: str, kind: TaskKind, *after: str, role: str | None = None) -> Task:

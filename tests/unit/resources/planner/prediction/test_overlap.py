@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from rlflow.resources.planner.prediction.overlap import Decoding, alone_seconds, simulate_overlap, simulate_turns
-from rlflow.resources.planner.simulate import simulate
 from rlflow.resources.workload import Ahead, Overlap
+from tests.unit.resources.planner.planning import simulate
 from tests.unit.resources.planner.test_simulate import GRPO, SECONDS
 
 # 128 samples of 100 tokens at 0.1 s a step, all at once: 10 s.
