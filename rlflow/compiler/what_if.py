@@ -85,7 +85,7 @@ def gain_of_overlap(problem: Problem) -> str | None:
         return None
     if found is None or synchronous is None:
         return None
-    if (overlap := predict_overlap(found.candidate, search.inputs, others=())) is None:
+    if (overlap := predict_overlap(found.candidate, search.inputs, stalenesses=())) is None:
         return None
     gain = 1 - overlap.step_seconds / synchronous.candidate.schedule.step_seconds
     what = describe_pools(found.candidate.partition, found.candidate.gpus)

@@ -85,16 +85,16 @@ def cached_gib(
     At most that is what every kind of tensor needed at some moment. It is released where memory runs out.
     """
     allocator = allocator or allocator_of(layout)
-    most = 0.0
+    largest = 0.0
     for stage in pipeline_stages(model, layout):
         moments = list(_moments(model, layout, training, stage, tokens))
         names = {name for moment in moments for name in moment.terms}
         moving = sum(max(moment.terms.get(name, 0.0) for moment in moments) for name in names) / GIB
         fixed = persistent_buffers(layout, training) | process_terms(layout, sharp)
         state = total_gib(stage_state(model, layout, training, stage)) + total_gib(fixed)
-        most = max(most, state + (1 + allocator.fragmentation) * moving)
+        largest = max(largest, state + (1 + allocator.fragmentation) * moving)
     terms = update_terms(model, layout, training, tokens, accumulates=accumulates, allocator=allocator, sharp=sharp)
-    return allocator.cached * max(0.0, most - total_gib(terms))
+    return allocator.cached * max(0.0, largest - total_gib(terms))
 
 
 @dataclass(frozen=True)
@@ -285,6 +285,6 @@ def host_terms(
     away = {name: whole[name] if offloads else whole[name] - placed[name] for name in whole}
     if layout.offload in ("optimizer", "weights"):
         # The optimizer holds an fp32 copy of the gradients on the host, beside their accumulation buffer.
-        own = state_terms(model, replace(layout, offload="none"), replace(training, optimizer=4))
-        away["gradients"] += own["optimizer"]
+        fp32 = state_terms(model, replace(layout, offload="none"), replace(training, optimizer=4))
+        away["gradients"] += fp32["optimizer"]
     return away | (persistent_buffers(layout, training) if offloads else {}) | {"data": data_gib}

@@ -54,9 +54,9 @@ def process_phases(roles: Sequence[RoleOnCpu], process_gib: float, *, sends: boo
     phases: dict[str, Terms] = {}
     for phase in sorted({phase for role in roles for phase in role.phases}):
         working = [_work(role, phase) for role in roles if phase in role.phases]
-        most = max(working, key=lambda terms: sum(terms.values()))
+        work = max(working, key=lambda terms: sum(terms.values()))
         buckets = {"buckets": _buckets_gib(roles)} if phase == "sync" and sends else {}
-        phases[phase] = {name: gib for name, gib in _sum(state, most, buckets).items() if gib}
+        phases[phase] = {name: gib for name, gib in _sum(state, work, buckets).items() if gib}
     return phases
 
 
@@ -106,5 +106,5 @@ def _work(role: RoleOnCpu, phase: Phase) -> Terms:
 
 
 def _sum(*terms: Terms) -> dict[str, float]:
-    names: Iterable[str] = dict.fromkeys(name for each in terms for name in each)
-    return {name: sum(each.get(name, 0.0) for each in terms) for name in names}
+    names: Iterable[str] = dict.fromkeys(name for phase_terms in terms for name in phase_terms)
+    return {name: sum(phase_terms.get(name, 0.0) for phase_terms in terms) for name in names}

@@ -159,9 +159,9 @@ def pipeline_stages(model: Architecture, layout: Layout) -> Iterator[Stage]:
     expert_layer = model.num_expert_parameters / max(1, sparse) / (experts if experts > 1 else tensor)
     between = model.num_parameters - model.embedding_parameters - model.head_parameters - model.num_expert_parameters
     dense_layer = between / model.num_hidden_layers / tensor
-    most = ceil(model.num_hidden_layers / count)
+    per_stage = ceil(model.num_hidden_layers / count)
     for last in (False, True) if count > 1 else (True,):
-        layers = most if not last else max(1, model.num_hidden_layers - most * (count - 1))
+        layers = per_stage if not last else max(1, model.num_hidden_layers - per_stage * (count - 1))
         ends = embedding + head if count == 1 else output if last else embedding
         yield Stage(
             num_layers=layers,
@@ -187,7 +187,7 @@ def stage_state(model: Architecture, layout: Layout, training: TrainingMemory, s
     zero = layout.zero_stage or 0
     whole = stage.dense + stage.experts
     sharded = sharded_parameters(layout, stage)
-    each = {"weights": training.weights, "gradients": training.gradients, "optimizer": training.optimizer}
+    sizes = {"weights": training.weights, "gradients": training.gradients, "optimizer": training.optimizer}
     frozen = 0.0
     trained, trained_sharded = whole, sharded
     if training.lora is not None:
@@ -195,8 +195,8 @@ def stage_state(model: Architecture, layout: Layout, training: TrainingMemory, s
         trained = adapter_parameters(model, training.lora) * stage.num_layers / model.num_hidden_layers
         trained /= layout.tensor_parallel_size
         trained_sharded = trained * sharded / whole
-        each = _ADAPTER_BYTES
-    ends = dict.fromkeys(each, 0.0)
+        sizes = _ADAPTER_BYTES
+    ends = dict.fromkeys(sizes, 0.0)
     if training.lora is not None and training.trains_ends:
         parts = stage.ends * sharded / whole
         ends = {
@@ -208,9 +208,9 @@ def stage_state(model: Architecture, layout: Layout, training: TrainingMemory, s
     shards = layout.data_parallel_size * layout.sequence_parallel_size if zero == 3 else 1
     frozen += training.weights * model.encoder_parameters / shards
     terms = {
-        "weights": frozen + ends["weights"] + each["weights"] * (trained_sharded if zero == 3 else trained),
-        "gradients": ends["gradients"] + each["gradients"] * (trained_sharded if zero >= 2 else trained),
-        "optimizer": ends["optimizer"] + each["optimizer"] * (trained_sharded if zero >= 1 else trained),
+        "weights": frozen + ends["weights"] + sizes["weights"] * (trained_sharded if zero == 3 else trained),
+        "gradients": ends["gradients"] + sizes["gradients"] * (trained_sharded if zero >= 2 else trained),
+        "optimizer": ends["optimizer"] + sizes["optimizer"] * (trained_sharded if zero >= 1 else trained),
     }
     if layout.offload in ("optimizer", "weights"):
         terms["optimizer"] = 0.0

@@ -52,14 +52,14 @@ class Architecture(Figures):
     @cached_property
     def embedding_parameters(self) -> int:
         """Return the parameters of embeddings: of tokens, of learned positions, and of tokens for each layer."""
-        each = self.num_hidden_layers * self.hidden_size_per_layer_input
-        return self.vocab_size * (self.hidden_size + each) + _positions(self)
+        layer_embeddings = self.num_hidden_layers * self.hidden_size_per_layer_input
+        return self.vocab_size * (self.hidden_size + layer_embeddings) + _positions(self)
 
     @cached_property
     def _between(self) -> int:
         """Return the parameters of the projection to the embeddings that layers have of their own, with its norm."""
-        each = self.hidden_size_per_layer_input
-        return self.hidden_size * self.num_hidden_layers * each + each
+        width = self.hidden_size_per_layer_input
+        return self.hidden_size * self.num_hidden_layers * width + width
 
     @cached_property
     def head_parameters(self) -> int:

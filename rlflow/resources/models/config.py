@@ -106,8 +106,8 @@ def read_architecture(path: str, where: str) -> Architecture | None:
     return architecture_from_config(read_config(file, where), where)
 
 
-def check_agreement(given: Architecture, card: str | None, path: str, where: str) -> None:
-    """Raise RecipeError where ``given`` is known not to describe the model at ``path``.
+def check_agreement(stated: Architecture, card: str | None, path: str, where: str) -> None:
+    """Raise RecipeError where ``stated`` is known not to describe the model at ``path``.
 
     ``card`` is the model on the hub that the figures belong to, or None where they are written by hand; ``where`` is
     the place of the model in the recipe. A folder that is not on this machine may be on others and passes for now.
@@ -132,14 +132,14 @@ def check_agreement(given: Architecture, card: str | None, path: str, where: str
         if card is not None:
             raise
         return  # figures written by hand are for files that the planner cannot read
-    names = [each.name for each in fields(Architecture) if each.name not in _NOT_PLANNED]
-    if differing := [name for name in names if getattr(theirs, name) != getattr(given, name)]:
+    names = [field.name for field in fields(Architecture) if field.name not in _NOT_PLANNED]
+    if differing := [name for name in names if getattr(theirs, name) != getattr(stated, name)]:
         first, more = differing[0], f" ({len(differing) - 1} more differ)" if len(differing) > 1 else ""
         of = f", those of '{card}'," if card is not None else ""
         raise RecipeError(
             at,
             f"'{file}' has {first} {getattr(theirs, first)}, and the figures in {figures}{of} have "
-            f"{getattr(given, first)}{more}",
+            f"{getattr(stated, first)}{more}",
             fix=f"{figures}=null, which takes the figures of that file",
         )
 
@@ -184,14 +184,14 @@ def architecture_from_config(config: Mapping[str, Any], path: str) -> Architectu
             known=MODEL_TYPES,
             fix=did_you_mean(name, MODEL_TYPES) or "give the model an architecture, with the model_type most like it",
         )
-    given = {**_DEFAULTS.get(model_type, {}), **{name: value for name, value in config.items() if value is not None}}
+    content = {**_DEFAULTS.get(model_type, {}), **{name: value for name, value in config.items() if value is not None}}
     # Null means no window; for other figures it means the default of the class.
     if config.get("sliding_window", 0) is None:
-        given.pop("sliding_window", None)
-    if "num_hidden_layers" in given:
-        _count(given, "num_hidden_layers", path)
+        content.pop("sliding_window", None)
+    if "num_hidden_layers" in content:
+        _count(content, "num_hidden_layers", path)
     try:
-        named = with_known_names(given, model_type, path)
+        named = with_known_names(content, model_type, path)
         return _architecture({name: value for name, value in named.items() if value is not None}, model_type, path)
     except RecipeError as error:
         error.notes["Fix"] = error.notes["Fix"] or FIX
@@ -201,14 +201,14 @@ def architecture_from_config(config: Mapping[str, Any], path: str) -> Architectu
         raise RecipeError(path, fact, fix=FIX) from None
 
 
-def _architecture(given: Mapping[str, Any], model_type: str, path: str) -> Architecture:
-    needed = {*_REQUIRED, *NEEDS.get(model_type, ()), *(OF_EXPERTS if given.get("num_experts") else ())}
-    counts = {name: _count(given, name, path) for name in sorted(needed - {"recurrent"})}
-    counts |= {name: _count(given, name, path) for name in _OPTIONAL if name in given}
+def _architecture(content: Mapping[str, Any], model_type: str, path: str) -> Architecture:
+    needed = {*_REQUIRED, *NEEDS.get(model_type, ()), *(OF_EXPERTS if content.get("num_experts") else ())}
+    counts = {name: _count(content, name, path) for name in sorted(needed - {"recurrent"})}
+    counts |= {name: _count(content, name, path) for name in _OPTIONAL if name in content}
     heads, layers = counts["num_attention_heads"], counts["num_hidden_layers"]
     for name, counted in {**_UNCOUNTED, "word_embed_proj_dim": counts["hidden_size"]}.items():
-        if given.get(name, counted) != counted:
-            raise RecipeError(path, f"a model with {name} {given[name]} is not known to the planner")
+        if content.get(name, counted) != counted:
+            raise RecipeError(path, f"a model with {name} {content[name]} is not known to the planner")
     counts.setdefault("num_key_value_heads", heads)
     if "kv_lora_rank" in counts:
         counts["head_dim"] = counts["qk_nope_head_dim"] + counts["qk_rope_head_dim"]
@@ -216,44 +216,44 @@ def _architecture(given: Mapping[str, Any], model_type: str, path: str) -> Archi
         if counts["hidden_size"] % heads:
             raise RecipeError(path, f"hidden_size {counts['hidden_size']} is not a multiple of {heads} heads")
         counts["head_dim"] = counts["hidden_size"] // heads
-    figures: dict[str, Any] = {"model_type": model_type, **counts, "rope_theta": _rope_theta(given)}
-    figures |= {name: given[name] for name in _AS_GIVEN if name in given}
+    figures: dict[str, Any] = {"model_type": model_type, **counts, "rope_theta": _rope_theta(content)}
+    figures |= {name: content[name] for name in _AS_GIVEN if name in content}
     if "num_experts" in counts:
-        figures["num_dense_layers"] = _dense_layers(given, layers, path)
-        figures["shared_expert_intermediate_size"] = _shared_width(given, counts, path)
-    figures |= _windows(given, model_type, layers, path)
+        figures["num_dense_layers"] = _dense_layers(content, layers, path)
+        figures["shared_expert_intermediate_size"] = _shared_width(content, counts, path)
+    figures |= _windows(content, model_type, layers, path)
     architecture = parse(Architecture, figures, path)
     check(architecture, path)
     return architecture
 
 
-def _count(given: Mapping[str, Any], name: str, path: str) -> int:
+def _count(content: Mapping[str, Any], name: str, path: str) -> int:
     for other in (name, *_OTHER_NAMES.get(name, ())):
-        if other in given:
-            value = given[other]
-            most = _MOST.get(name, 2**31 - 1)
-            if type(value) is not int or not 1 <= value <= most:
-                fact = f"has {other} {repr(value)[:_LONGEST_NAME]}, not a number from 1 to {most}"
+        if other in content:
+            value = content[other]
+            highest = _MOST.get(name, 2**31 - 1)
+            if type(value) is not int or not 1 <= value <= highest:
+                fact = f"has {other} {repr(value)[:_LONGEST_NAME]}, not a number from 1 to {highest}"
                 raise RecipeError(path, f"the model's config.json {fact}", fix=FIX)
             return value
     raise RecipeError(path, f"the model's config.json does not say {name}", fix=FIX)
 
 
-def _rope_theta(given: Mapping[str, Any]) -> Any:
+def _rope_theta(content: Mapping[str, Any]) -> Any:
     """Return rope_theta. Newer files have it in ``rope_parameters``, by kind of layer if the kinds differ."""
-    place: Any = given.get("rope_parameters")
+    place: Any = content.get("rope_parameters")
     if isinstance(place, Mapping):
         place = place.get("full_attention", place)
     newer = place.get("rope_theta") if isinstance(place, Mapping) else None
-    return newer or given.get("rope_theta", 10_000.0)
+    return newer or content.get("rope_theta", 10_000.0)
 
 
-def _dense_layers(given: Mapping[str, Any], layers: int, path: str) -> Any:
+def _dense_layers(content: Mapping[str, Any], layers: int, path: str) -> Any:
     for name in ("first_k_dense_replace", "num_dense_layers"):
-        if name in given:
-            return given[name]
-    step = _count({"decoder_sparse_step": 1, **given}, "decoder_sparse_step", path)
-    named = given.get("mlp_only_layers", [])
+        if name in content:
+            return content[name]
+    step = _count({"decoder_sparse_step": 1, **content}, "decoder_sparse_step", path)
+    named = content.get("mlp_only_layers", [])
     if not isinstance(named, list) or any(type(layer) is not int for layer in named):
         fact = "the model's config.json has mlp_only_layers that are not a list of the numbers of layers"
         raise RecipeError(path, fact, fix=FIX)
@@ -261,31 +261,31 @@ def _dense_layers(given: Mapping[str, Any], layers: int, path: str) -> Any:
     return sum(layer in dense or (layer + 1) % step != 0 for layer in range(layers))
 
 
-def _shared_width(given: Mapping[str, Any], counts: Mapping[str, int], path: str) -> Any:
-    if "n_shared_experts" in given:
+def _shared_width(content: Mapping[str, Any], counts: Mapping[str, int], path: str) -> Any:
+    if "n_shared_experts" in content:
         width = counts.get("moe_intermediate_size", counts["intermediate_size"])
-        return _count(given, "n_shared_experts", path) * width
-    return given.get("shared_expert_intermediate_size", 0)
+        return _count(content, "n_shared_experts", path) * width
+    return content.get("shared_expert_intermediate_size", 0)
 
 
-def _windows(given: Mapping[str, Any], model_type: str, layers: int, path: str) -> dict[str, int]:
+def _windows(content: Mapping[str, Any], model_type: str, layers: int, path: str) -> dict[str, int]:
     """Return the sliding window and the number of layers without one; nothing for a model without a window."""
-    if not given.get("sliding_window") or model_type not in _WINDOWED:
+    if not content.get("sliding_window") or model_type not in _WINDOWED:
         return {}
     # Qwen's files have a window that is not used.
-    if model_type.startswith("qwen") and not given.get("use_sliding_window", False):
+    if model_type.startswith("qwen") and not content.get("use_sliding_window", False):
         return {}
-    window = _count(given, "sliding_window", path)
-    if kinds := given.get("layer_types"):
-        if others := set(kinds) - {"full_attention", "sliding_attention"}:
-            raise RecipeError(path, f"layers of {', '.join(sorted(others))} are not known to the planner")
+    window = _count(content, "sliding_window", path)
+    if kinds := content.get("layer_types"):
+        if unknown := set(kinds) - {"full_attention", "sliding_attention"}:
+            raise RecipeError(path, f"layers of {', '.join(sorted(unknown))} are not known to the planner")
         full = kinds.count("full_attention")
     elif model_type in _WINDOW_PATTERN:
-        every = {"sliding_window_pattern": _WINDOW_PATTERN[model_type], **given}
+        every = {"sliding_window_pattern": _WINDOW_PATTERN[model_type], **content}
         full = layers // _count(every, "sliding_window_pattern", path)
-    elif model_type.startswith("qwen") and "max_window_layers" in given:
+    elif model_type.startswith("qwen") and "max_window_layers" in content:
         # The first layers.
-        full = min(layers, _count(given, "max_window_layers", path))
+        full = min(layers, _count(content, "max_window_layers", path))
     else:
         full = 0
     return {"sliding_window": window, "num_full_attention_layers": full} if full < layers else {}

@@ -30,7 +30,7 @@ def read_config(file: Path, where: str) -> dict[str, Any]:
         raise RecipeError(where, f"'{file}' is not the configuration of a model, an object of JSON", fix=FIX)
     level: list[Any] = [content]
     for _ in range(_MOST_LEVELS):
-        level = [inner for each in level for inner in _inner(each)]
+        level = [inner for outer in level for inner in _inner(outer)]
     if level:
         raise _depth_error(file, where)
     return content

@@ -214,8 +214,8 @@ def _gemma4_attention(of: Figures) -> list[LayerKind]:
     The layers with shared ones have windows as often as all layers. What a layer mixes in from embeddings of its own,
     and its scalar, are counted here, too.
     """
-    each = of.hidden_size_per_layer_input
-    own = of.hidden_size * (2 * each + 1) + 1 if each else 1
+    embedding = of.hidden_size_per_layer_input
+    mixed_in = of.hidden_size * (2 * embedding + 1) + 1 if embedding else 1
     kinds = []
     for windowed, layers in ((True, of.num_windowed_layers), (False, of.num_hidden_layers - of.num_windowed_layers)):
         shared = of.num_kv_shared_layers * layers // of.num_hidden_layers
@@ -224,7 +224,7 @@ def _gemma4_attention(of: Figures) -> list[LayerKind]:
         keys = of.key_value_width if windowed else of.global_key_value_width
         projected = keys if windowed or not of.attention_k_eq_v else keys // 2
         for count, matrices, norms in ((layers - shared, projected, 2), (shared, 0, 1)):
-            parameters = of.hidden_size * (2 * queries + matrices) + norms * size + own
+            parameters = of.hidden_size * (2 * queries + matrices) + norms * size + mixed_in
             kinds.append(LayerKind(count=count, parameters=parameters, queries=queries, keys=keys, output=queries))
     return [kind for kind in kinds if kind.count]
 

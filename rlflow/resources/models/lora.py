@@ -54,8 +54,8 @@ def adapter_parameters(model: Architecture, lora: Lora) -> int:
 
 def _own_input_widths(model: Architecture) -> int:
     """Return inputs plus outputs of the projections to and from embeddings that layers have of their own (Gemma 4)."""
-    hidden, own, layers = model.hidden_size, model.hidden_size_per_layer_input, model.num_hidden_layers
-    return hidden + layers * own + layers * 2 * (hidden + own) if own else 0
+    hidden, embedding, layers = model.hidden_size, model.hidden_size_per_layer_input, model.num_hidden_layers
+    return hidden + layers * embedding + layers * 2 * (hidden + embedding) if embedding else 0
 
 
 def adapter_inputs(model: Architecture, lora: Lora, kind: LayerKind) -> int:

@@ -63,7 +63,9 @@ def select_hosts(cluster: Cluster, labels: Collection[str], calibration: Calibra
             max(host.gpus for host in hosts if host.gpu == kind),
             calibration.get(kind) or default_efficiency(cluster.gpus[kind]),
             engines={
-                key.partition("/")[2]: own for key, own in calibration.items() if key.startswith(engine_key(kind, ""))
+                key.partition("/")[2]: efficiency
+                for key, efficiency in calibration.items()
+                if key.startswith(engine_key(kind, ""))
             },
             share=1 / sum(host.gpus for host in cluster.hosts) if cluster.gpus[kind].memory_gib is None else 1.0,
         )

@@ -120,8 +120,8 @@ def _bound(pools: Sequence[PoolRequest], index: int, rooms: Sequence[_Room]) -> 
     pool, mine = pools[index], [room.gpus for room in rooms if room.allowed[index]]
     if any(sum(gpus // size for gpus in mine) < number for size, number in pool.needs) or sum(mine) < (pool.gpus or 0):
         return None
-    others = sum(other.gpus or 0 for other in pools) - (pool.gpus or 0)
-    left = sum(mine) - max(0, others - sum(room.gpus for room in rooms if not room.allowed[index]))
+    other_gpus = sum(other.gpus or 0 for other in pools) - (pool.gpus or 0)
+    left = sum(mine) - max(0, other_gpus - sum(room.gpus for room in rooms if not room.allowed[index]))
     groups = min(sum(gpus // pool.size for gpus in mine), (left if pool.gpus is None else pool.gpus) // pool.size)
     if pool.groups is not None:
         groups = min(groups, pool.groups)
@@ -129,9 +129,9 @@ def _bound(pools: Sequence[PoolRequest], index: int, rooms: Sequence[_Room]) -> 
     return groups, max(_fewest([gpus // size for gpus in mine], number) for size, number in wanted)
 
 
-def _fewest(most: Sequence[int], wanted: int) -> int:
+def _fewest(capacities: Sequence[int], wanted: int) -> int:
     """Return the fewest hosts that hold so many; one more than there are if all together do not."""
-    return bisect_left(list(accumulate(sorted(most, reverse=True), initial=0)), wanted)
+    return bisect_left(list(accumulate(sorted(capacities, reverse=True), initial=0)), wanted)
 
 
 def _one_by_one(
@@ -158,48 +158,48 @@ def _one_by_one(
 def _orders(pools: Sequence[PoolRequest], rooms: Sequence[_Room]) -> Iterator[tuple[int, ...]]:
     """Yield orders of the pools, the most promising first. The pool that takes what is left is always the last."""
     hosts = [sum(room.allowed[index] for room in rooms) for index in range(len(pools))]
-    given = [index for index, pool in enumerate(pools) if pool.groups is not None]
-    given.sort(key=lambda index: (hosts[index], -pools[index].size, -(pools[index].gpus or 0)))
+    sized = [index for index, pool in enumerate(pools) if pool.groups is not None]
+    sized.sort(key=lambda index: (hosts[index], -pools[index].size, -(pools[index].gpus or 0)))
     last = [index for index, pool in enumerate(pools) if pool.groups is None]
-    for order in permutations(given) if len(given) <= _ALL_ORDERS else [tuple(given), tuple(given[::-1])]:
+    for order in permutations(sized) if len(sized) <= _ALL_ORDERS else [tuple(sized), tuple(sized[::-1])]:
         yield (*order, *last)
 
 
-def _alone(pool: PoolRequest, most: Sequence[int], *, tight: bool) -> list[int]:
-    """Return the GPUs of one pool on each host, of at most ``most``: all groups of use, on few hosts."""
-    mine = [0] * len(most)
-    missing = sum(gpus // pool.size for gpus in most)
+def _alone(pool: PoolRequest, room: Sequence[int], *, tight: bool) -> list[int]:
+    """Return the GPUs of one pool on each host, of at most ``room``: all groups of use, on few hosts."""
+    mine = [0] * len(room)
+    missing = sum(gpus // pool.size for gpus in room)
     if pool.gpus is not None:
         missing = min(missing, pool.gpus // pool.size)
     if pool.groups is not None:
         missing = min(missing, pool.groups)
-    _fill(mine, most, pool.size, missing, tight=tight)
+    _fill(mine, room, pool.size, missing, tight=tight)
     if pool.gpus is not None:
         extra = pool.gpus - sum(mine)
-        for host in range(len(most)):  # first on hosts that it uses anyway
+        for host in range(len(room)):  # first on hosts that it uses anyway
             if mine[host]:
-                more = min(extra, most[host] - mine[host])
+                more = min(extra, room[host] - mine[host])
                 mine[host] += more
                 extra -= more
-        _fill(mine, most, 1, extra, tight=tight)
+        _fill(mine, room, 1, extra, tight=tight)
     return mine
 
 
-def _fill(mine: list[int], most: Sequence[int], size: int, missing: int, *, tight: bool) -> None:
+def _fill(mine: list[int], room: Sequence[int], size: int, missing: int, *, tight: bool) -> None:
     """Add groups on hosts that the pool does not use, those with most room first.
 
     The last host is the earliest with enough room; ``tight``: the one with the least room of those.
     """
-    free = [host for host in range(len(most)) if not mine[host] and most[host] >= size]
-    for host in sorted(free, key=lambda host: (-(most[host] // size), most[host])):
-        if most[host] // size >= missing:
+    free = [host for host in range(len(room)) if not mine[host] and room[host] >= size]
+    for host in sorted(free, key=lambda host: (-(room[host] // size), room[host])):
+        if room[host] // size >= missing:
             break
-        mine[host] = most[host] // size * size
-        missing -= most[host] // size
+        mine[host] = room[host] // size * size
+        missing -= room[host] // size
     if missing > 0:
-        fits = [host for host in free if not mine[host] and most[host] // size >= missing]
+        fits = [host for host in free if not mine[host] and room[host] // size >= missing]
         if fits:
-            mine[min(fits, key=lambda host: most[host]) if tight else fits[0]] = missing * size
+            mine[min(fits, key=lambda host: room[host]) if tight else fits[0]] = missing * size
 
 
 def _contains(pool: PoolRequest, mine: Sequence[int]) -> bool:
@@ -234,11 +234,11 @@ def _solve_integer_programme(pools: Sequence[PoolRequest], rooms: Sequence[_Room
             model.add(_groups(kinds, index, 1) == pool.gpus)
         for size, number in pool.needs:
             model.add(_groups(kinds, index, size) >= number)
-        most = sum(kind.room.gpus // pool.size * kind.hosts for kind in kinds)
-        gained.append(model.new_int_var(0, most if pool.groups is None else min(most, pool.groups), ""))
+        capacity = sum(kind.room.gpus // pool.size * kind.hosts for kind in kinds)
+        gained.append(model.new_int_var(0, capacity if pool.groups is None else min(capacity, pool.groups), ""))
         model.add(gained[-1] <= _groups(kinds, index, pool.size))
-    given = [pool.size * got for pool, got in zip(pools, gained, strict=True) if pool.groups is not None]
-    goals: list[LinearExprT] = [-sum(given)] if given else []
+    sized = [pool.size * got for pool, got in zip(pools, gained, strict=True) if pool.groups is not None]
+    goals: list[LinearExprT] = [-sum(sized)] if sized else []
     goals += [-got for pool, got in zip(pools, gained, strict=True) if pool.groups is None]
     goals.append(sum(hosts for kind in kinds for hosts in kind.parts.values()))
     if len(kinds) > 1:
@@ -280,7 +280,7 @@ def _groups(kinds: Sequence[_Kind], pool: int, size: int) -> LinearExprT:
 
 def _read(solver: CpSolver, kinds: Sequence[_Kind], rooms: Sequence[_Room]) -> Counts:
     """Return the GPUs of each pool on each host. Of equal hosts, the earlier ones have more of the earlier pools."""
-    found: dict[_Room, Counts] = {}
+    contents_of: dict[_Room, Counts] = {}
     for kind in kinds:
         steps = Counter({step: solver.value(number) for step, number in kind.steps.items()})
         parts: dict[int, list[int]] = {}
@@ -294,5 +294,5 @@ def _read(solver: CpSolver, kinds: Sequence[_Kind], rooms: Sequence[_Room]) -> C
                 first += step[1]
                 taken[parts[step[1]].pop()] += step[1]
             contents.append(tuple(taken))
-        found[kind.room] = sorted(contents)
-    return [found[room].pop() for room in rooms]
+        contents_of[kind.room] = sorted(contents)
+    return [contents_of[room].pop() for room in rooms]

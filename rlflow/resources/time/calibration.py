@@ -46,19 +46,19 @@ def calibration_from(mapping: Mapping[str, Any], cluster: Cluster) -> Calibratio
     if unknown and len(unknown) == len(mapping):
         fact, fix = f"has no figures for this cluster, only for {unknown}", "measure it: rlflow calibrate"
         raise RecipeError("calibration", fact, known=list(cluster.gpus), fix=fix)
-    found = {}
+    efficiencies = {}
     for kind, gpu in cluster.gpus.items():
         if kind not in mapping:
-            found[kind] = default_efficiency(gpu)
+            efficiencies[kind] = default_efficiency(gpu)
             continue
         where = f"calibration.{kind}"
         figures = _section(mapping[kind], where)
         engines = _section(figures.pop("engines", None), f"{where}.engines")
-        found[kind] = parse(Efficiency, figures, where)
-        for engine, own in engines.items():
+        efficiencies[kind] = parse(Efficiency, figures, where)
+        for engine, engine_figures in engines.items():
             path = f"{where}.engines.{engine}"
-            found[engine_key(kind, engine)] = parse(Efficiency, figures | _section(own, path), path)
-    return found
+            efficiencies[engine_key(kind, engine)] = parse(Efficiency, figures | _section(engine_figures, path), path)
+    return efficiencies
 
 
 def _section(value: Any, path: str) -> dict[str, Any]:
@@ -75,14 +75,14 @@ def calibration_figures(calibration: Calibration) -> dict[str, Any]:
     for key, efficiency in sorted(calibration.items()):
         kind, _, engine = key.partition("/")
         default = calibration.get(kind, Efficiency()) if engine else Efficiency()
-        own = {
+        changed = {
             field.name: float(f"{value:.4g}")
             for field in fields(Efficiency)
             if (value := getattr(efficiency, field.name)) != getattr(default, field.name)
         }
         figures = content.setdefault(kind, {})
         if engine:
-            figures.setdefault("engines", {})[engine] = own
+            figures.setdefault("engines", {})[engine] = changed
         else:
-            figures.update(own)
+            figures.update(changed)
     return content

@@ -94,9 +94,9 @@ def _log_normal(mean: float, limit: float) -> Lengths:
     for _ in range(40):
         median = sqrt(low * high)
         values = tuple(min(limit, max(1.0, median * factor)) for factor in _factors())
-        found = Lengths((*values[:-1], limit) if endless else values)
-        low, high = (median, high) if found.mean < mean else (low, median)
-    return found
+        lengths = Lengths((*values[:-1], limit) if endless else values)
+        low, high = (median, high) if lengths.mean < mean else (low, median)
+    return lengths
 
 
 @cache

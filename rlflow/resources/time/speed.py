@@ -111,8 +111,8 @@ class Speed:
 
     def of_engine(self, engine: str) -> "Speed":
         """Return the speed that an engine reaches."""
-        own = dict(self.engines).get(engine)
-        return self if own is None else replace(self, efficiency=own)
+        efficiency = dict(self.engines).get(engine)
+        return self if efficiency is None else replace(self, efficiency=efficiency)
 
     @property
     def matmul(self) -> float:

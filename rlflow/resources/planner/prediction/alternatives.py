@@ -28,7 +28,7 @@ def find_alternatives(inputs: PlannerInputs, result: SearchResult, step: float) 
             best.setdefault(other.partition, other)
     times = {way: step_seconds(other, inputs) for way, other in best.items()}
     alternatives = []
-    for way, other in sorted(best.items(), key=lambda each: (each[1].margin, times[each[0]])):
+    for way, other in sorted(best.items(), key=lambda entry: (entry[1].margin, times[entry[0]])):
         slower = times[way] / step - 1 if step else 0.0
         idle = max(other.schedule.idle_share(index) for index in range(len(way)))
         cost = "equally fast" if other.used_gpus == chosen.used_gpus else f"uses {other.used_gpus} GPUs"

@@ -89,12 +89,12 @@ class _Pool:
         spent = min(self.stall, seconds)
         self.stall -= spent
         while self.running and spent < seconds:
-            each = self.decoding.token_seconds(len(self.running) * self.share)
+            token_s = self.decoding.token_seconds(len(self.running) * self.share)
             end, step, _ = self.running[0]
-            if spent + (end - self.clock) * each > seconds:
-                self.clock += (seconds - spent) / each
+            if spent + (end - self.clock) * token_s > seconds:
+                self.clock += (seconds - spent) / token_s
                 return seconds, None
-            spent += (end - self.clock) * each
+            spent += (end - self.clock) * token_s
             self.clock = end
             heappop(self.running)
             self.left[step] -= 1
@@ -164,7 +164,7 @@ def simulate_overlap(decoding: Decoding, train: float, sync: float, rules: Overl
         if done is not None:
             judging.append((now + decoding.judging, done))
         complete |= {step for ready, step in judging if ready <= now}
-        judging = [each for each in judging if each[0] > now]
+        judging = [waiting for waiting in judging if waiting[0] > now]
         if training is not None and training <= now:
             training, trained = None, trained + 1
             at.append(now)

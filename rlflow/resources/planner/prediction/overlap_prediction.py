@@ -63,14 +63,14 @@ class OverlapPrediction:
 
 def step_seconds(candidate: Candidate, inputs: PlannerInputs) -> float:
     """Return the length of a step, simulated where samples are generated ahead."""
-    overlap = predict_overlap(candidate, inputs, others=())
+    overlap = predict_overlap(candidate, inputs, stalenesses=())
     return overlap.step_seconds if overlap else candidate.schedule.step_seconds
 
 
 def predict_overlap(
-    candidate: Candidate, inputs: PlannerInputs, others: Sequence[int] = _TRIED
+    candidate: Candidate, inputs: PlannerInputs, stalenesses: Sequence[int] = _TRIED
 ) -> OverlapPrediction | None:
-    """Simulate steps, also with ``others`` in place of the recipe's ``max_staleness``.
+    """Simulate steps, also with ``stalenesses`` in place of the recipe's ``max_staleness``.
 
     None where nothing runs ahead, or its times are not modelled.
     """
@@ -92,23 +92,23 @@ def predict_overlap(
         train = max(0.0, train - max(span.end for span in spans if span.node in ahead.nodes))
     sync = sum(span.seconds for span in spans if span.node in syncs)
     asked = ahead.overlap.max_staleness
-    tried = {k: replace(ahead.overlap, max_staleness=k) for k in sorted({*others, asked})}
+    tried = {k: replace(ahead.overlap, max_staleness=k) for k in sorted({*stalenesses, asked})}
     simulate = simulate_turns if turns else simulate_overlap
-    found = {}
+    simulated = {}
     for k, overlap in tried.items():
         # Several steps may fill more places than one has samples.
         steps = k + 1 if turns or overlap.in_flight != "wait" else 1
         slots = _profile(candidate, inputs, replace(task, samples=steps * task.samples)).slots
-        found[k] = simulate(replace(decoding, slots=slots), train, sync, overlap)
-    chosen: OverlapTimes = found[asked]
-    best = min(times.step_seconds for times in found.values())
+        simulated[k] = simulate(replace(decoding, slots=slots), train, sync, overlap)
+    chosen: OverlapTimes = simulated[asked]
+    best = min(times.step_seconds for times in simulated.values())
     return OverlapPrediction(
         step_seconds=chosen.step_seconds,
         generate_idle=chosen.generate_idle,
         train_idle=chosen.train_idle,
         staleness=chosen.staleness,
-        by_staleness={str(k): times.step_seconds for k, times in found.items()},
-        recommended=next(k for k, times in found.items() if times.step_seconds <= (1 + _NEARLY_BEST) * best),
+        by_staleness={str(k): times.step_seconds for k, times in simulated.items()},
+        recommended=next(k for k, times in simulated.items() if times.step_seconds <= (1 + _NEARLY_BEST) * best),
         takes_turns=turns,
     )
 

@@ -40,8 +40,8 @@ def role_memory(inputs: PlannerInputs, result: SearchResult, role: str) -> RoleM
     peaks: dict[str, dict[int, float]] = {}
     on_gpu = {other: set(placement.bundles) for other, placement in result.roles.items() if other != role}
     for bundle in result.roles[role].bundles if choice.awake else ():
-        others = (other for other, bundles in on_gpu.items() if bundle in bundles)
-        beside = sum(total_gib(result.candidate.choices[other].idle) for other in others)
+        idle_roles = (other for other, bundles in on_gpu.items() if bundle in bundles)
+        beside = sum(total_gib(result.candidate.choices[other].idle) for other in idle_roles)
         # The sync terms include the engine's own.
         peak = max(total_gib(choice.awake) + beside, total_gib(sync))
         peaks.setdefault(bundle.host, {})[bundle.gpu] = peak

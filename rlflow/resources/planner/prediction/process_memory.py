@@ -32,9 +32,9 @@ def memory_of_hosts(roles: Mapping[str, RolePlacement], host_gib: Mapping[str, T
     """Return the GiB of each host for offloaded roles and data. ``host_gib`` is that of each GPU of a role."""
     hosts: dict[str, float] = {}
     for role, placement in roles.items():
-        each = sum(host_gib[role].values())
-        for bundle in placement.bundles if each else ():
-            hosts[bundle.host] = hosts.get(bundle.host, 0.0) + each
+        gib = sum(host_gib[role].values())
+        for bundle in placement.bundles if gib else ():
+            hosts[bundle.host] = hosts.get(bundle.host, 0.0) + gib
     return hosts
 
 
@@ -58,14 +58,14 @@ def _on_cpus(
 ) -> dict[str, Mapping[str, Terms]]:
     """Return what is resident in each process. Roles on one CPU share a process unless an engine needs its own."""
     on_cpu = {role: _role_on_cpu(demands[role], workload, placement) for role, placement in roles.items()}
-    known = {role: found for role, found in on_cpu.items() if found is not None}
+    known = {role: of_role for role, of_role in on_cpu.items() if of_role is not None}
     baselines = {role: speed.of_engine(demands[role].engine).efficiency.process_gib for role in roles}
     bundles = {bundle for placement in roles.values() for bundle in placement.bundles}
     if len(bundles) == 1 and not any(demand.own_process for demand in demands.values()):
         return {LOCAL_PROCESS: process_phases(list(known.values()), max(baselines.values()), sends=False)}
     return {
-        f"{role}/{rank}": process_phases([found], baselines[role], sends=True)
-        for role, found in known.items()
+        f"{role}/{rank}": process_phases([of_role], baselines[role], sends=True)
+        for role, of_role in known.items()
         for rank in range(len(roles[role].workers))
     }
 

@@ -137,17 +137,17 @@ def sync_needs(
             yield sync, needed + sum(sum(choice.idle.values()) for choice in idle)
 
 
-def largest_micro_batch(gib: Callable[[int], float], fits: int, most: int, available: float) -> int:
-    """Return how many tokens fit, given that ``fits`` tokens do: ``most``, or nearly the maximum in multiples of 1024.
+def largest_micro_batch(gib: Callable[[int], float], fits: int, wanted: int, available: float) -> int:
+    """Return how many of the ``wanted`` tokens fit, given that ``fits`` tokens do.
 
-    Memory is a maximum of linear functions of the tokens, so it lies below a line between two of its points, except
-    where logits come in chunks, beyond the first chunk.
+    These are all, or nearly the maximum in multiples of 1024. Memory is a maximum of linear functions of the tokens, so
+    it lies below a line between two of its points, except where logits come in chunks, beyond the first chunk.
     """
-    if gib(most) <= available:
-        return most
+    if gib(wanted) <= available:
+        return wanted
     low = fits
     for _ in range(2):
-        low += floor((most - low) * (available - gib(low)) / (gib(most) - gib(low)))
+        low += floor((wanted - low) * (available - gib(low)) / (gib(wanted) - gib(low)))
     while low > fits and gib(low) > available:
         low = (low + fits) // 2
     return max(fits, low // 1024 * 1024)

@@ -48,8 +48,8 @@ def task_seconds(
 def _seconds_of(demand: Demand, task: Task, layout: Layout, speed: Speed, kv_tokens: float) -> float:
     """Return the time of a task: its calls, the host's work for each sample, and the model's work."""
     calls = task.minibatches if task.kind == "update" else 1
-    each = task.samples * task.epochs / layout.data_parallel_size * speed.efficiency.pass_sample_s
-    return calls * speed.efficiency.call_s + each + _work_seconds(demand, task, layout, speed, kv_tokens)
+    sample_s = task.samples * task.epochs / layout.data_parallel_size * speed.efficiency.pass_sample_s
+    return calls * speed.efficiency.call_s + sample_s + _work_seconds(demand, task, layout, speed, kv_tokens)
 
 
 def _work_seconds(demand: Demand, task: Task, layout: Layout, speed: Speed, kv_tokens: float) -> float:
@@ -75,7 +75,7 @@ def generations(demand: Demand, task: Task, layout: Layout, speed: Speed, kv_tok
     # and each of these reads the prompt. Other engines get whole groups from the start.
     shared = "tensor" in demand.parallel
     groups = task.samples / task.group_size
-    each = task.samples / workers if shared else ceil(groups / workers) * task.group_size
+    sequences = task.samples / workers if shared else ceil(groups / workers) * task.group_size
     group_size = max(1.0, task.group_size / workers) if shared else task.group_size
     return tuple(
         generation(
@@ -83,7 +83,7 @@ def generations(demand: Demand, task: Task, layout: Layout, speed: Speed, kv_tok
             layout,
             speed,
             Requests(
-                sequences=min(task.samples, each),
+                sequences=min(task.samples, sequences),
                 # After the first turn, contexts differ within a group, and all of them are read again.
                 group_size=group_size if turn == 0 else 1,
                 prompts=prompts,
@@ -136,7 +136,7 @@ def computed_share(task: Task) -> float:
 
 def host_task_seconds(task: Task, demands: Iterable[Demand], speed: Speed, num_hosts: int = 1) -> float:
     """Return the seconds of a node without a role, which has processes of its own where engines have."""
-    calls = [speed.of_engine(each.engine).efficiency.call_s for each in demands if each.own_process]
+    calls = [speed.of_engine(demand.engine).efficiency.call_s for demand in demands if demand.own_process]
     return task.samples / num_hosts * speed.efficiency.host_sample_s + max(calls, default=0.0)
 
 

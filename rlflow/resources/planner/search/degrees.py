@@ -48,11 +48,11 @@ def base_layout(demand: Demand, policy: PoolPolicy, pool: Pool) -> Layout:
     )
 
 
-def group_sizes(demand: Demand, most: int) -> list[int]:
+def group_sizes(demand: Demand, largest: int) -> list[int]:
     """Return the sizes of groups that can share the heads: powers of two, and divisors of a pinned number of GPUs."""
     gpus = demand.pinned("gpus")
-    sizes = {2**n for n in range(most.bit_length())} | {n for n in range(1, most + 1) if gpus and gpus % n == 0}
-    return [size for size in sorted(sizes) if size <= most and demand.shares_heads(size)]
+    sizes = {2**n for n in range(largest.bit_length())} | {n for n in range(1, largest + 1) if gpus and gpus % n == 0}
+    return [size for size in sorted(sizes) if size <= largest and demand.shares_heads(size)]
 
 
 def pipeline_stages(demand: Demand, group: int) -> int | None:

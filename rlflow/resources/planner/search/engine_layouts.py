@@ -127,13 +127,13 @@ class EngineOption:
             return Shortage(demand.role, rest - share * memory_gib, what)
         seconds = self._seconds(memory.kv_tokens)
         typical = max((task.typical_length for task in tasks), default=1.0)
-        each = max((task.samples / layout.data_parallel_size for task in tasks), default=1.0)
-        concurrency = min(each, MAX_NUM_SEQS, memory.kv_tokens / (typical + states))
+        sequences = max((task.samples / layout.data_parallel_size for task in tasks), default=1.0)
+        concurrency = min(sequences, MAX_NUM_SEQS, memory.kv_tokens / (typical + states))
         terms = memory.terms
         if "tensor" not in demand.parallel:
             # Its KV cache grows with what it generates.
             layout = replace(layout, gpu_memory_utilization=None)
-            filled = min(each, MAX_NUM_SEQS) * (longest + states) / memory.kv_tokens
+            filled = min(sequences, MAX_NUM_SEQS) * (longest + states) / memory.kv_tokens
             terms = terms | {"kv": terms["kv"] * min(1.0, filled)}
         return RoleChoice(layout, "generate", terms, self.idle, seconds, memory.kv_tokens, concurrency)
 

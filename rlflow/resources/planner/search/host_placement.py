@@ -12,18 +12,18 @@ from rlflow.resources.planner.search.pool_pins import pool_pins
 
 def place(candidate: Candidate, cache: PoolCache) -> PlacedCandidate | None:
     """Place a candidate; where hosts cannot hold its groups, also with smaller ones, and return the fastest."""
-    found: list[PlacedCandidate] = []
+    plans: list[PlacedCandidate] = []
     narrower: Candidate | None = candidate
     while narrower is not None:
         requests = _requests(narrower, cache)
         counts = place_pools(requests, cache.inputs.cluster)
         placed = _settled(narrower.partition, requests, counts, cache) if counts is not None else None
         if placed is not None:
-            found.append(placed)
+            plans.append(placed)
             if _holds_all_groups(placed):
                 break
         narrower = _narrowed(narrower, cache)
-    return min(found, key=lambda placed: (placed.candidate.margin, placed.seconds), default=None)
+    return min(plans, key=lambda placed: (placed.candidate.margin, placed.seconds), default=None)
 
 
 def place_least(partition: Partition, cache: PoolCache) -> PlacedCandidate | None:
@@ -94,7 +94,7 @@ def _with_rest(requests: Sequence[PoolRequest], counts: Counts, cache: PoolCache
 
 def _narrowed(candidate: Candidate, cache: PoolCache) -> Candidate | None:
     """Return the candidate with smaller groups in the pool that has the largest ones, if possible."""
-    for index in sorted(range(len(candidate.uses)), key=lambda each: (-candidate.uses[each].unit, each)):
+    for index in sorted(range(len(candidate.uses)), key=lambda pool: (-candidate.uses[pool].unit, pool)):
         unit = candidate.uses[index].unit
         if unit == 1:
             break

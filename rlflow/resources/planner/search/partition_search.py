@@ -37,9 +37,9 @@ class PartitionSearch:
         """Yield the sizes that fit, with the best use of each pool."""
         inputs, self.rejected = self._cache.inputs, []
         pins = [pool_pins(inputs.demands_of(roles)) for roles in self._partition]
-        most = [inputs.host_set(roles).num_gpus for roles in self._partition]
+        limits = [inputs.host_set(roles).num_gpus for roles in self._partition]
         reported: set[Shortage] = set()
-        for gpus in pool_sizes(pins, most, inputs.num_gpus(self._partition)):
+        for gpus in pool_sizes(pins, limits, inputs.num_gpus(self._partition)):
             uses = []
             for roles, count in zip(self._partition, gpus, strict=True):
                 use = self._cache.use(roles, count)

@@ -45,11 +45,11 @@ def pool_pins(demands: Sequence[Demand]) -> PoolPins:
     needs = tuple(sorted({_group(demand) for demand in demands}, reverse=True))
     if pinned:
         return PoolPins(frozenset(pinned.values()), next(iter(pinned.values())), needs)
-    found = PoolPins(None, None, needs)
+    pins = PoolPins(None, None, needs)
     sizes = [_sizes_of(demand) for demand in demands]
     if any(size is None for size in sizes):
-        return found
-    return replace(found, sizes=frozenset(size for of in sizes for size in of or () if size >= found.least))
+        return pins
+    return replace(pins, sizes=frozenset(size for of in sizes for size in of or () if size >= pins.least))
 
 
 def _group(demand: Demand) -> tuple[int, int]:
@@ -70,4 +70,4 @@ def _sizes_of(demand: Demand) -> frozenset[int] | None:
         [pinned] if (pinned := demand.pinned(f"{way}_parallel_size")) else _DEGREES
         for way in ("tensor", "sequence", "pipeline")
     ]
-    return frozenset(copies * prod(each) for each in product(*degrees))
+    return frozenset(copies * prod(combination) for combination in product(*degrees))

@@ -13,8 +13,8 @@ _MOST_SIZES = 6000
 _FEW_POOLS = 4
 
 
-def pool_sizes(pins: Sequence[PoolPins], most: Sequence[int], total: int) -> list[tuple[int, ...]]:
-    """Return all combinations of sizes, of at most ``most`` GPUs for each pool and ``total`` for all.
+def pool_sizes(pins: Sequence[PoolPins], limits: Sequence[int], total: int) -> list[tuple[int, ...]]:
+    """Return all combinations of sizes, of at most ``limits`` GPUs for each pool and ``total`` for all.
 
     A single open pool is tried with all of its GPUs, a half, a quarter, and so on.
     """
@@ -28,7 +28,7 @@ def pool_sizes(pins: Sequence[PoolPins], most: Sequence[int], total: int) -> lis
         """Return the sizes of the next pool in order."""
         index, later = order[len(sizes)], order[len(sizes) + 1 :]
         lowest, pinned = least[index], pins[index].sizes
-        highest = min(most[index], total - sum(sizes) - sum(least[pool] for pool in later))
+        highest = min(limits[index], total - sum(sizes) - sum(least[pool] for pool in later))
         if pinned is not None:
             tried = set(pinned)
         elif len(pins) == 1:
@@ -38,7 +38,7 @@ def pool_sizes(pins: Sequence[PoolPins], most: Sequence[int], total: int) -> lis
         else:
             tried = set(range(-(-lowest // grain) * grain, highest + 1, grain))
             tried |= {lowest} if num_open <= _FEW_POOLS or lowest > 1 else set()
-            tried |= {highest} if highest == most[index] else set()
+            tried |= {highest} if highest == limits[index] else set()
         return sorted(size for size in tried if max(1, lowest) <= size <= highest)
 
     combinations: list[tuple[int, ...]] = [()]
