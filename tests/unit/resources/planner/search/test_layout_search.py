@@ -91,3 +91,13 @@ def test_pipeline_stages_where_they_leave_more_room_for_the_cache() -> None:
     assert isinstance(whole, RoleChoice)
     assert isinstance(halves, RoleChoice)
     assert sum(halves.seconds.values()) < sum(whole.seconds.values())
+
+
+def test_pipeline_stages_are_no_faster_with_enough_memory() -> None:
+    for model in (SEVEN_B, SEVENTY_B):
+        role = demand("rollout", model)
+        made = pool(16, role)
+        tasks, base = work_of(made, 4096).of("rollout"), base_layout(role, PoolPolicy(), made)
+        for option in engine_options(role, tasks, base, {}, made):
+            if not isinstance(option, Shortage) and option.fastest is not None:
+                assert sum(option.fastest.seconds.values()) <= sum(option.seconds.values()) * (1 + 1e-9)
