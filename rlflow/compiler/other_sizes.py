@@ -17,9 +17,9 @@ from rlflow.resources.planner.candidate import SearchResult
 from rlflow.resources.planner.confidence import Verdict
 from rlflow.resources.planner.inputs import PlannerInputs
 from rlflow.resources.planner.pools import Shortage
+from rlflow.resources.planner.prediction.partition_times import PartitionTimes
 from rlflow.resources.planner.prediction.prediction import predict
 from rlflow.resources.planner.prediction.risks import gpu_risks
-from rlflow.resources.planner.prediction.step_times import StepTimes
 from rlflow.resources.planner.search.pool_cache import PoolCache
 from rlflow.resources.workload import Workload
 
@@ -134,7 +134,7 @@ def _point(plan: Plan, gpus: _Gpus, recipe: Recipe, sizes: tuple[int, ...]) -> S
         idle = {role: plan.prediction.memory[role].phases.get("resting", {}) for role in roles}
         choices = {role: replace(choice, idle=idle[role]) for role, choice in use.choices.items()}
         uses.append(replace(use, choices=choices))
-    candidate = StepTimes(inputs, partition).candidate(tuple(map(sum, gpus.counts)), uses)
+    candidate = PartitionTimes(inputs, partition).candidate(tuple(map(sum, gpus.counts)), uses)
     placed = {
         role: RolePlacement(choice.layout, (gpus.examples[role],)) for role, choice in sorted(candidate.choices.items())
     }

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from rlflow.resources.planner.candidate import Candidate, PlacedCandidate
 from rlflow.resources.planner.placement_solver import Counts, PoolRequest, place_pools
 from rlflow.resources.planner.pools import Partition, PoolUse, Shortage
-from rlflow.resources.planner.prediction.step_times import StepTimes
+from rlflow.resources.planner.prediction.partition_times import PartitionTimes
 from rlflow.resources.planner.search.pool_cache import PoolCache
 from rlflow.resources.planner.search.pool_pins import pool_pins
 
@@ -78,7 +78,7 @@ def _settled(
         if isinstance(used, Shortage):
             return None
         uses.append(used)
-    settled = StepTimes(cache.inputs, partition).candidate(tuple(map(sum, sizes)), uses)
+    settled = PartitionTimes(cache.inputs, partition).candidate(tuple(map(sum, sizes)), uses)
     return PlacedCandidate(settled, requests, counts)
 
 
@@ -101,5 +101,5 @@ def _narrowed(candidate: Candidate, cache: PoolCache) -> Candidate | None:
         used = cache.ideal(candidate.partition[index], candidate.gpus[index], largest_group=unit - 1)
         if isinstance(used, PoolUse) and used.unit < unit:
             uses = (*candidate.uses[:index], used, *candidate.uses[index + 1 :])
-            return StepTimes(cache.inputs, candidate.partition).candidate(candidate.gpus, uses)
+            return PartitionTimes(cache.inputs, candidate.partition).candidate(candidate.gpus, uses)
     return None

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from rlflow.resources.planner.candidate import Candidate, RejectedCandidate
 from rlflow.resources.planner.pools import Partition, PoolUse, Shortage
-from rlflow.resources.planner.prediction.step_times import StepTimes
+from rlflow.resources.planner.prediction.partition_times import PartitionTimes
 from rlflow.resources.planner.search.pool_cache import PoolCache
 from rlflow.resources.planner.search.pool_pins import pool_pins
 from rlflow.resources.planner.search.pool_sizes import pool_sizes
@@ -15,7 +15,7 @@ class PartitionSearch:
 
     def __init__(self, partition: Partition, cache: PoolCache) -> None:
         self._partition, self._cache = partition, cache
-        self._times = StepTimes(cache.inputs, partition)
+        self._times = PartitionTimes(cache.inputs, partition)
         self.rejected: list[RejectedCandidate] = []
         """Sizes that do not fit, as far as they were tried; of several with the same shortage the first."""
 

@@ -15,7 +15,7 @@ from rlflow.resources.planner.simulate import FloatArray, StepScheduler
 from rlflow.resources.workload import WeightSync
 
 
-class StepTimes:
+class PartitionTimes:
     """The step of one way to share GPUs."""
 
     def __init__(self, inputs: PlannerInputs, partition: Partition) -> None:
