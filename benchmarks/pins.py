@@ -19,7 +19,7 @@ from benchmarks.reporting import Goal, finish
 from rlflow.errors import PlacementError
 from rlflow.recipe.compose import load_cluster
 from rlflow.resources.cluster import Cluster, Gpu, Host
-from rlflow.resources.demand import Demand, Job
+from rlflow.resources.demand import Demand, RoleJob
 from rlflow.resources.layout import Resources
 from rlflow.resources.models.architecture import Architecture
 from rlflow.resources.planner.search.search import Search
@@ -45,7 +45,7 @@ _ENGINES: Mapping[str, Sequence[frozenset[str]]] = {
     "reference": (_TRAINER, frozenset({"sequence"}), frozenset()),
     "rollout": (_SERVER, _SERVER, _SERVER, frozenset(_WAYS), frozenset()),
 }
-_JOBS: Mapping[str, Job] = {"actor": "train", "critic": "train", "reference": "score", "rollout": "serve"}
+_JOBS: Mapping[str, RoleJob] = {"actor": "train", "critic": "train", "reference": "score", "rollout": "serve"}
 _KINDS = ("a100_80gb", "h100_80gb")
 
 

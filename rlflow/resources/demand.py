@@ -13,7 +13,7 @@ from rlflow.resources.models.architecture import Architecture, heads_divide
 from rlflow.resources.models.lora import Lora
 
 _OPEN = Resources()
-Job = Literal["train", "score", "serve"]
+RoleJob = Literal["train", "score", "serve"]
 """What a role does with its GPUs: train a model, score with it, or serve generation. A role that trains may do more."""
 
 
@@ -25,7 +25,7 @@ class Demand:
     engine: str
     parallel: frozenset[str]
     """The ways in which the engine can be parallel: tensor, pipeline, data, sequence."""
-    job: Job
+    job: RoleJob
     architecture: Architecture | None
     """None for a model whose figures are not known."""
     weight_bytes: float = 2

@@ -1,4 +1,4 @@
-"""What the pinned values of a pool's roles ask of its GPUs."""
+"""The pinned values of a pool's roles, as numbers of GPUs and groups of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

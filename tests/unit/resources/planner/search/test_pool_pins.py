@@ -1,4 +1,4 @@
-"""What roles pin of their pool."""
+"""The pins of a pool, from those of its roles."""
 
 from rlflow.resources.planner.search.pool_pins import PoolPins, pool_pins
 from tests.unit.resources.planner.planning import demand
