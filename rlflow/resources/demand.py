@@ -14,7 +14,7 @@ from rlflow.resources.models.lora import Lora
 
 _OPEN = Resources()
 RoleJob = Literal["train", "score", "serve"]
-"""What a role does with its GPUs: train a model, score with it, or serve generation. A role that trains may do more."""
+"""The work of a role on its GPUs: to train a model, to score with it, or to serve generation."""
 
 
 @dataclass(frozen=True, kw_only=True)
