@@ -148,17 +148,13 @@ class DeepSpeedEngine(TrainingEngine):
 
     def _gather(self, weights: "Mapping[str, Tensor]") -> "Iterator[tuple[str, Tensor]]":
         """Yield the full values, gathered group by group: a tensor is valid until the next one is requested."""
-        for group in _gather_groups(weights.items()):
-            with self._gathered([weight for _, weight in group]):
-                for name, weight in group:
-                    yield name, weight.detach()
-
-    def _gathered(self, weights: "list[Tensor]") -> Any:
-        """Return a context in which every rank has the full values of these weights."""
         import deepspeed
 
-        sharded = [weight for weight in weights if hasattr(weight, "ds_id")]
-        return deepspeed.zero.GatheredParameters(sharded, enabled=bool(sharded))
+        for group in _gather_groups(weights.items()):
+            sharded = [weight for _, weight in group if hasattr(weight, "ds_id")]
+            with deepspeed.zero.GatheredParameters(sharded, enabled=bool(sharded)):
+                for name, weight in group:
+                    yield name, weight.detach()
 
 
 def _gather_groups(weights: "Iterable[tuple[str, Tensor]]") -> "Iterator[list[tuple[str, Tensor]]]":
