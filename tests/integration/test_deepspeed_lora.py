@@ -41,7 +41,9 @@ def expected(sgd: bool = False) -> TorchEngine:
     return plain(sgd, of=replace(spec(optimizer=Optimizer(learning_rate=1e-2)), lora=LORA))
 
 
-@pytest.mark.parametrize(("stage", "sgd"), [(0, True), (1, True), (2, True), (3, True), (3, False)])
+@pytest.mark.parametrize(
+    ("stage", "sgd"), [(0, True), pytest.param(1, True, marks=pytest.mark.soak), (2, True), (3, True), (3, False)]
+)
 def test_it_trains_as_the_plain_engine_does(two: Sequence[EngineProcess], address: str, stage: int, sgd: bool) -> None:
     of = actor(stage, gradient_checkpointing=stage == 3)
     compare_training(Ranks(two, of, address, sgd), expected(sgd), sgd, split)
@@ -116,7 +118,7 @@ def test_a_model_of_a_folder_is_exported_without_adapters(
     assert (tmp_path / "second" / "adapters" / "adapter_model.safetensors").is_file()
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.soak), 2, 3])
 def test_bfloat16_has_masters_of_adapters_in_float32(two: Sequence[EngineProcess], address: str, stage: int) -> None:
     of = replace(actor(stage), model=replace(MODEL, dtype="bfloat16"))
     ours = Ranks(two, of, address)
