@@ -241,14 +241,13 @@ class Figures(Section):
     @cached_property
     def kv_values_per_token(self) -> int:
         """Return the number of values cached for a token over all layers, as long as no window has passed it."""
-        return int(self._cached_values(1.0))
+        return int(self.kv_values(1.0))
 
     def kv_values(self, tokens: float) -> float:
-        """Return the number of values cached for one sequence; windowed layers cache no more than their window."""
-        return self._cached_values(tokens)
+        """Return the number of values cached for one sequence.
 
-    def _cached_values(self, tokens: float) -> float:
-        """Return the cached values of a sequence; layers that share the cache of others have none."""
+        Windowed layers cache no more than their window, and layers that share the cache of others nothing.
+        """
         windowed = self.num_windowed_layers
         full = self.num_attention_layers - windowed
         full -= self.num_kv_shared_layers * full // self.num_hidden_layers
