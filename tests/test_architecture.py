@@ -26,6 +26,8 @@ ROOMS += ["rewards", "environments", "nodes", "data", "compiler", "runtime", "re
 ROOMS += ["__main__"]
 # The parts of resources in their order: each may import those before it.
 PARTS_OF_RESOURCES = ["models", "cluster", "layout", "memory", "time", "demand", "workload", "planner"]
+PARTS_OF_PLANNER = ["confidence", "hosts", "pools", "inputs", "placement_solver", "simulate", "candidate", "prediction"]
+PARTS_OF_PLANNER += ["search"]
 # The parts of runtime in their order; all its other files come last, and may import every part.
 PARTS_OF_RUNTIME = ["protocols", "objects", "generation", "weights", "ray"]
 MODEL_LIBRARIES = {"torch", "transformers", "peft", "vllm", "deepspeed", "datasets", "safetensors", "tokenizers"}
@@ -89,7 +91,11 @@ def test_rooms_import_only_rooms_before_them() -> None:
 
     arrows = [(module, name) for module, path in MODULES.items() for name in module_imports(path)]
     assert [(module, name) for module, name in arrows if order(name) > order(module)] == []
-    for parts, parent in ((PARTS_OF_RESOURCES, "rlflow.resources."), (PARTS_OF_RUNTIME, "rlflow.runtime.")):
+    for parts, parent in (
+        (PARTS_OF_RESOURCES, "rlflow.resources."),
+        (PARTS_OF_PLANNER, "rlflow.resources.planner."),
+        (PARTS_OF_RUNTIME, "rlflow.runtime."),
+    ):
         # The files of a folder that are no part come last.
         places = {
             module: next(
