@@ -13,7 +13,7 @@ from rlflow.resources.planner.prediction.overlap import (
     simulate_turns,
 )
 from rlflow.resources.planner.prediction.task_times import DecodeProfile, decode_profile
-from rlflow.resources.workload import Task
+from rlflow.resources.workload import Ahead, Task
 
 # Values of ``max_staleness`` that are compared; the smallest whose step is longer than the best by at most this share
 # is recommended.
@@ -75,14 +75,10 @@ def predict_overlap(
     None where nothing runs ahead, or its times are not modelled.
     """
     ahead = inputs.workload.ahead
-    generating = [
-        task for task in inputs.workload.tasks if task.kind == "generate" and ahead and task.node in ahead.nodes
-    ]
-    if (
-        ahead is None
-        or len(generating) != 1
-        or (decoding := _decoding(candidate, inputs, task := generating[0])) is None
-    ):
+    if ahead is None:
+        return None
+    generating = [task for task in inputs.workload.tasks if task.kind == "generate" and task.node in ahead.nodes]
+    if len(generating) != 1 or (decoding := _decoding(candidate, inputs, generating[0], ahead)) is None:
         return None
     turns = inputs.workload.takes_turns({role: (pool,) for role, pool in candidate.pool_of.items()})
     spans = candidate.schedule.spans
@@ -98,7 +94,7 @@ def predict_overlap(
     for k, overlap in tried.items():
         # Several steps may fill more places than one has samples.
         steps = k + 1 if turns or overlap.in_flight != "wait" else 1
-        slots = _profile(candidate, inputs, replace(task, samples=steps * task.samples)).slots
+        slots = _profile(candidate, inputs, replace(generating[0], samples=steps * decoding.samples)).slots
         simulated[k] = simulate(replace(decoding, slots=slots), train, sync, overlap)
     chosen: OverlapTimes = simulated[asked]
     best = min(times.step_seconds for times in simulated.values())
@@ -113,12 +109,11 @@ def predict_overlap(
     )
 
 
-def _decoding(candidate: Candidate, inputs: PlannerInputs, task: Task) -> Decoding | None:
-    """Return the generation of a step, as long in total as its node in the plan."""
-    ahead = inputs.workload.ahead
+def _decoding(candidate: Candidate, inputs: PlannerInputs, task: Task, ahead: Ahead) -> Decoding | None:
+    """Return the generation of a step, as long in total as its node in the plan; None without a modelled time."""
     spans = {span.node: span for span in candidate.schedule.spans}
     seconds = spans[task.node].seconds
-    if inputs.demands[str(task.role)].architecture is None or not seconds or ahead is None:
+    if inputs.demands[str(task.role)].architecture is None or not seconds:
         return None
     profile = _profile(candidate, inputs, task)
 
