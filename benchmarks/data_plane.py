@@ -62,6 +62,7 @@ from rlflow.runtime.ray.engine_set import RayEngines
 from rlflow.runtime.ray.process import as_future
 from rlflow.runtime.ray.runtime import RayRuntime
 from rlflow.runtime.step import train_step
+from rlflow.runtime.training import Training
 
 WORKERS, SAMPLES = 4, 4096
 MICRO_BATCH_TOKENS = 32768
@@ -293,13 +294,14 @@ def steps_of(prompts: int, group_size: int, steps: int = 5) -> Steps:
     ):
         assert isinstance(engines, RayEngines)
         budget, hosted = engines.store_calls.budget, engines.place_with_tokens(data)
+        training = Training.of(plan, engines, hosted)
         took = []
-        train_step(plan, engines, hosted, 0)
+        train_step(training, 0)
         with counted() as traffic:
-            train_step(plan, engines, hosted, 1)
+            train_step(training, 1)
         for step in range(steps):
             settled()
-            took.append(train_step(plan, engines, hosted, step + 2)["seconds"])
+            took.append(train_step(training, step + 2)["seconds"])
         (peak,) = budget.peaks.values()
         stored = round(sum(engines.store_use().edges.values()))
     (predicted,) = plan.prediction.data.store_peak_gib.values()

@@ -17,7 +17,7 @@ import argparse
 import heapq
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -32,6 +32,7 @@ from benchmarks.traffic import counted
 from rlflow.compiler.lower import models_in_use
 from rlflow.compiler.plan import Plan
 from rlflow.data.source import load_rows, open_training_data
+from rlflow.engines.base import Sampling
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.runtime.generation.engine_state import Capacity
 from rlflow.runtime.generation.scheduler import Scheduler
@@ -39,6 +40,7 @@ from rlflow.runtime.ray.cluster.connection import simulated
 from rlflow.runtime.ray.engine_set import RayEngines
 from rlflow.runtime.ray.runtime import RayRuntime
 from rlflow.runtime.step import train_step
+from rlflow.runtime.training import Training
 
 _GOAL_MS = {64: 0.2, 256: 0.8, 1024: 3.5}
 _SLOTS, _ROWS_PER_ENGINE, _GROUP_SIZE, _MAX_TOKENS, _PROMPT = 64, 128, 8, 8192, 128
@@ -58,7 +60,9 @@ def event_ms(engines: int, seed: int = 0) -> float:
     lengths = np.clip(generator.lognormal(6.5, 1.0, num_rows), 64, _MAX_TOKENS - 1).astype(np.int64)
     room = Capacity(_SLOTS, _SLOTS * 2048)
     prompts = np.full(num_rows // _GROUP_SIZE, _PROMPT)
-    scheduler = Scheduler(prompts, _GROUP_SIZE, _MAX_TOKENS, dict.fromkeys(range(engines), room))
+    scheduler = Scheduler(
+        prompts, Sampling(max_tokens=_MAX_TOKENS, group_size=_GROUP_SIZE), dict.fromkeys(range(engines), room)
+    )
     steps = [0] * engines
     tokens = np.zeros(num_rows, np.int64)
     ends: list[dict[int, int]] = [{} for _ in range(engines)]
@@ -148,14 +152,15 @@ def measure_steps(plan: Plan, samples: int, steps: int = _STEPS) -> Steps:
     ):
         assert isinstance(engines, RayEngines)
         hosted = engines.place_with_tokens(data)
+        training = replace(Training.of(plan, engines, hosted), sync=lambda version: 0.0)
         # Processes start in the first step.
-        train_step(plan, engines, hosted, 0, sync=lambda version: 0.0)
+        train_step(training, 0)
         with counted() as traffic:
-            train_step(plan, engines, hosted, 1, sync=lambda version: 0.0)
+            train_step(training, 1)
         seconds, driver_seconds = [], []
         for step in range(2, steps + 2):
             before = time.process_time()
-            seconds.append(train_step(plan, engines, hosted, step, sync=lambda version: 0.0)["seconds"])
+            seconds.append(train_step(training, step)["seconds"])
             driver_seconds.append(time.process_time() - before)
     return Steps(
         median(seconds) / samples,

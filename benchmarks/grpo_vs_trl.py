@@ -39,6 +39,7 @@ from rlflow.data.source import load_rows, open_training_data
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.step import train_step
+from rlflow.runtime.training import Training
 
 PROMPTS, GROUP, KL = 16, 8, 0.04
 CHARACTERS = [chr(code) for code in range(33, 117) if chr(code) != "_"]
@@ -159,18 +160,18 @@ class Rlflow:
     """A run of rlflow, a step at a time. ``folder`` has the model, and gets the files of the run."""
 
     def __init__(self, folder: Path, case: Case) -> None:
-        self.plan = plan_of(folder, case)
-        recipe = self.plan.recipe
+        plan = plan_of(folder, case)
+        recipe = plan.recipe
         models = models_in_use(recipe)
         tokenizer = load_tokenizer("policy", models["policy"])
-        self.data = open_training_data(recipe.data, tokenizer, load_rows(recipe.data, "split"), recipe.seed)
+        data = open_training_data(recipe.data, tokenizer, load_rows(recipe.data, "split"), recipe.seed)
         self.series = Series()
-        self._running = LocalRuntime().start(self.plan, models, folder / "run")
-        self._engines = self._running.__enter__()
+        self._running = LocalRuntime().start(plan, models, folder / "run")
+        self._training = Training.of(plan, self._running.__enter__(), data)
 
     def step(self) -> None:
         began = time.perf_counter()
-        metrics = train_step(self.plan, self._engines, self.data, len(self.series.seconds))
+        metrics = train_step(self._training, len(self.series.seconds))
         self.series.seconds.append(time.perf_counter() - began)
         self.series.tokens.append(metrics["rollouts/length_mean"])
 

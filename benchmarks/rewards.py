@@ -96,7 +96,7 @@ def on_hosts(count: int) -> float:
     with simulated(load_cluster(f"{count}x1@cpu")):
         # This imports Ray, which reads its variables then.
         from rlflow.runtime.ray.cluster.services import RayServices
-        from rlflow.runtime.ray.remote_objects import RemoteObjects
+        from rlflow.runtime.ray.remote_objects import DividedNode, RemoteObjects
         from rlflow.runtime.ray.waits import Waits
         from rlflow.runtime.ray.watchdog import Watchdog
 
@@ -110,7 +110,7 @@ def on_hosts(count: int) -> float:
                 objects.proxy_of(maker, host).submit("make", {"count": _SAMPLES // count}) for host in store_limits()
             ]
             batch = Rollouts.concatenate(wait_all(parts))
-            judge = objects.on_every_host(Reward(function="benchmarks.rewards:after_a_wait"))
+            judge = DividedNode(Reward(function="benchmarks.rewards:after_a_wait"), objects)
             seconds = []
             for _ in range(1 + _REPEATS):
                 began = time.perf_counter()

@@ -39,9 +39,9 @@ from rlflow.data.source import load_rows, open_training_data
 from rlflow.engines.base import EngineSpec, sample_seed
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.engines.serving.settings import engine_arguments, load_config, model_files, set_environment
+from rlflow.runtime.graph_runner import GraphRunner
 from rlflow.runtime.ray.engine_specs import spec_of
 from rlflow.runtime.ray.runtime import RayRuntime
-from rlflow.runtime.step import run_graph
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ def seconds_of(case: Case) -> tuple[dict[str, list[float]], list[int]]:
                 prompts = prompts.take(np.arange(4))
             outputs: dict[str, Any] = {}
             wait_until_idle()
-            nodes = run_graph(plan.graph, engines, {"prompts": prompts}, outputs.__setitem__)
+            nodes = GraphRunner(plan.graph, engines).run(plan.graph, {"prompts": prompts}, outputs.__setitem__)
             engines["rollout"].load_weights(engines["actor"].weights(), step + 1)
             response_ids: Packed = outputs["rollouts"].response_ids
             texts, seeds = requests(prompts, plan.recipe.seed)

@@ -34,6 +34,7 @@ from benchmarks.engine_simulator import Outcome, Samples, Speed, simulate
 from benchmarks.reporting import Goal, finish
 from benchmarks.tail_sources import Oracle, fifo, static
 from rlflow.compiler.plan import Plan
+from rlflow.engines.base import Sampling
 from rlflow.recipe.compose import load_cluster
 from rlflow.resources.time.decoding import decoder_of
 from rlflow.resources.time.lengths import Lengths
@@ -138,7 +139,9 @@ def as_one(run: Run, site: Site, correlation: float, seed: int) -> float:
     parts = {name: getattr(speed.decoder, name) / count for name in ("arithmetic", "each", "keys", "windowed_keys")}
     pooled = Speed(replace(speed.decoder, **parts), lambda tokens: speed.prefill(tokens) / count)
     whole = Capacity(room.sequences * count, room.tokens * count)
-    scheduler = Scheduler(np.full(site.prompts, run.prompt), GROUP_SIZE, run.limit, {0: whole})
+    scheduler = Scheduler(
+        np.full(site.prompts, run.prompt), Sampling(max_tokens=run.limit, group_size=GROUP_SIZE), {0: whole}
+    )
     return simulate(samples, pooled, whole, 1, scheduler).seconds
 
 
@@ -177,7 +180,9 @@ def compare(run: Run, site: Site, correlation: float, seed: int) -> Compared:
     before: NDArray[np.float64] = samples_of(run, site.prompts, correlation, seed + 1000).lengths.astype(np.float64)
     rooms = dict.fromkeys(range(site.engines), room)
     lengths = np.full(site.prompts, run.prompt)
-    ours = Timed(Scheduler(lengths, GROUP_SIZE, run.limit, rooms, previous_lengths=before))
+    ours = Timed(
+        Scheduler(lengths, Sampling(max_tokens=run.limit, group_size=GROUP_SIZE), rooms, previous_lengths=before)
+    )
     args = samples, room, site.engines
     ways = static(*args), fifo(*args), ours, Oracle(*args, shards=False), Oracle(*args, shards=True)
     outcomes = [simulate(samples, speed, room, site.engines, source) for source in ways]

@@ -2,8 +2,7 @@
 
 A model of about 150 M parameters in float32 with random weights is trained by the torch engine in one process and
 served by vLLM in another, on a simulated host. For comparison, every tensor is copied within this process: to new
-memory, which any second copy of the weights needs, and to memory that is already in use, which is the lower bound. The
-table also shows vLLM's own share, because vLLM repacks the weights for its kernels.
+memory, which any second copy of the weights needs, and to memory that is already in use, which is the lower bound.
 """
 
 import argparse
@@ -49,7 +48,7 @@ def main() -> int:
     models = models_in_use(plan.recipe)
     own = load_model(spec(model=models["policy"]), dtype=torch.float32).state_dict()
     again = {name: tensor.clone() for name, tensor in own.items()}
-    new_s, used_s, syncs, shares = [], [], [], []
+    new_s, used_s, syncs = [], [], []
     with tempfile.TemporaryDirectory() as folder, RayRuntime().start(plan, models, Path(folder)) as engines:
         source, target = engines["actor"].workers, engines["rollout"].workers
         assert isinstance(target, RoleWorkers)
@@ -64,18 +63,16 @@ def main() -> int:
                 again[name].copy_(tensor)
             used_s.append(time.perf_counter() - began)
             began = time.perf_counter()
-            of_vllm = target.sync_weights(source, version)
+            target.sync_weights(source, version)
             syncs.append(time.perf_counter() - began)
-            shares.append(of_vllm / syncs[-1])
     size = sum(tensor.nbytes for tensor in own.values())
-    table = Table("bytes", "copy to new memory", "copy to used memory", "weight sync", "share of vLLM")
+    table = Table("bytes", "copy to new memory", "copy to used memory", "weight sync")
     seconds = [f"{median(values):.3f} s" for values in (new_s, used_s, syncs)]
-    table.add_row(f"{size / 1e6:.0f} MB", *seconds, f"{median(shares):.0%}")
+    table.add_row(f"{size / 1e6:.0f} MB", *seconds)
     Console().print(table)
     figures = {
         "time_over_copy": median(syncs) / median(new_s),
         "time_over_copy_in_use": median(syncs) / median(used_s),
-        "share_of_vllm": median(shares),
     }
     shown = Goal("for information", True)
     goals = dict.fromkeys(figures, shown) | {"time_over_copy": Goal("at most 4", figures["time_over_copy"] <= 4)}

@@ -82,6 +82,7 @@ def run(
     """
     from datetime import datetime
 
+    from rlflow.recipe.options import RunOptions
     from rlflow.report.console import output_console
     from rlflow.report.hub import check_push, push
     from rlflow.report.observers import displays, recorders
@@ -92,17 +93,8 @@ def run(
     chosen = displays(output_console()) if observers is None else observers
     every = [*recorders(plan), *chosen]
     check_push(plan)
-    report = run_plan(
-        plan,
-        folder,
-        runtime_of(plan),
-        every,
-        resume=resume is not None,
-        stop=stop,
-        tune=tune,
-        trace=trace,
-        profile=profile,
-    )
+    options = RunOptions(tune=tune, trace=trace, profile=tuple(profile))
+    report = run_plan(plan, folder, runtime_of(plan), every, options, resume=resume is not None, stop=stop)
     push(plan, report)
     return report
 

@@ -19,7 +19,6 @@ from rlflow.compiler.plan import Plan, read_plan
 from rlflow.errors import EngineError, FileError, RecipeError, first_line, make_printable
 from rlflow.nodes.generate import Generate
 from rlflow.nodes.reward import Reward
-from rlflow.runtime.bound_node import bind_nodes, states_of
 from rlflow.runtime.finite import keys_of, places_not_finite, values_of
 from rlflow.runtime.skipped_steps import SkippedStep, read_skipped, skipped_folders
 
@@ -106,29 +105,29 @@ def _run_again(plan: Plan, directory: Path, skipped: SkippedStep) -> Iterator[st
     # Imported late: the saved values are printed before the libraries of the engines load.
     from rlflow.compiler.continuation import experiment_of
     from rlflow.runtime.checkpoint import nearest, restore
+    from rlflow.runtime.graph_runner import GraphRunner
     from rlflow.runtime.prepare import resolve_models, runtime_of
-    from rlflow.runtime.step import run_node
 
     checkpoint = nearest(directory, skipped.step, experiment_of(plan.recipe))
     weights = f"the checkpoint of step {checkpoint.progress.step}" if checkpoint else "the initial weights"
-    graph = bind_nodes(plan.graph)
     saved_only = {node.name for node in plan.graph.nodes if isinstance(node.operation, Generate | Reward)}
-    nodes = [node for node in graph.nodes if node.name not in saved_only]
+    nodes = [node for node in plan.graph.nodes if node.name not in saved_only]
     again = {node.name for node in nodes if node.name == skipped.node or node.name not in skipped.edges}
     edges: dict[str, Any] = {name: batch for name, batch in skipped.edges.items() if name not in again}
     with TemporaryDirectory(prefix="rlflow-replay-") as folder:
         models = resolve_models(plan, _refuse_training)
         with runtime_of(plan).start(plan, models, Path(folder)) as engines:
+            runner = GraphRunner(plan.graph, engines)
             if checkpoint:
                 trained = {role: engines[role] for role in plan.graph.trained_roles()}
-                restore(checkpoint, {**trained, **states_of(graph, engines)})
+                restore(checkpoint, {**trained, **runner.states})
             yield f"run again with {weights}:"
             for node in (node for node in nodes if node.name in again):
                 if missing := set(node.inputs.values()) - edges.keys():
                     yield f"  {node.name}: not run, because the step had no {' and no '.join(sorted(missing))} yet"
                     continue
                 try:
-                    output = run_node(node, engines, edges)
+                    output = runner.run_node(node, edges)
                 except EngineError as error:
                     yield f"  {error}"
                     continue

@@ -262,13 +262,10 @@ def _run(plan: Plan, directory: Path, console: Console, options: CommandOptions,
     from rlflow.runtime.run import run
 
     every, runtime = [*recorders(plan), *displays(console)], runtime_of(plan)
-    tune, trace, profile = options.tune, options.trace, options.profile
     check_push(plan, in_sweep=HydraConfig.get().mode is RunMode.MULTIRUN)
     with stop_on_signals(lambda: console.print(STOPPING)) as stop:
-        report = run(
-            plan, directory, runtime, every, resume=resume, stop=stop.is_set, tune=tune, trace=trace, profile=profile
-        )
-    if tune:
+        report = run(plan, directory, runtime, every, options, resume=resume, stop=stop.is_set)
+    if options.tune:
         console.print()
         print_picture(tuning_table(directory))
     if report.status == "stopped":

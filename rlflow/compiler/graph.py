@@ -37,7 +37,7 @@ class GraphNode:
         which changes with every call, and one whose output has a number for the whole batch.
         """
         operation = self.operation
-        if not isinstance(operation, Node) or operation.unit == "batch" or self.role is not None or not self.inputs:
+        if operation.unit == "batch" or self.role is not None or not self.inputs:
             return False
         output = operation.output()
         return operation.new_state() is None and issubclass(output, Batch) and not output.has_batch_numbers()
@@ -53,7 +53,7 @@ class GraphNode:
     @property
     def selects_prompts(self) -> bool:
         """Return whether the node selects the prompts that a step trains on."""
-        return isinstance(self.operation, Node) and issubclass(self.operation.output(), Selection)
+        return issubclass(self.operation.output(), Selection)
 
 
 @dataclass(frozen=True, kw_only=True)

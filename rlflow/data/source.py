@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 
 # The characters of a text for people, at most, so that the samples of long runs need little disk space.
 _MAX_CHARACTERS = 2**15
+SourceEdge = Literal["prompts", "examples", "pairs"]
 # The columns of responses that each edge needs.
-_RESPONSES: Mapping[str, tuple[str, ...]] = {
+_RESPONSES: Mapping[SourceEdge, tuple[str, ...]] = {
     "prompts": (),
     "examples": ("response",),
     "pairs": ("chosen", "rejected"),
@@ -198,7 +199,7 @@ def open_training_data(
     seed: int,
     *,
     num_embeddings: int | None = None,
-    edge: Literal["prompts", "examples", "pairs"] = "prompts",
+    edge: SourceEdge = "prompts",
     held_out: Mapping[str, tuple[Data, Rows]] | None = None,
 ) -> DataSource:
     """Encode all rows of training and evaluation for an ``edge`` of the graph. Raises RecipeError.

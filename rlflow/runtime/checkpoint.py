@@ -96,10 +96,10 @@ def _begin(run: Path, progress: RunProgress, parts: Mapping[str, Any], keep: int
 
 def _remove_old(run: Path, keep: int) -> None:
     """Remove all but the newest ``keep`` checkpoints, and the records of steps that no resumed run makes again."""
-    found = checkpoints(run)
-    for old in found[:-keep]:
+    newest_last = checkpoints(run)
+    for old in newest_last[:-keep]:
         remove_folder(old)
-    remove_records(run, before=checkpoint_step(found[-keep:][0]))
+    remove_records(run, before=checkpoint_step(newest_last[-keep:][0]))
 
 
 class CheckpointWriter:
@@ -172,7 +172,9 @@ def is_finished(plan: Plan, progress: RunProgress) -> bool:
 def checkpoints(run: Path) -> list[Path]:
     """Return the folders of the checkpoints, the oldest first. Files and folders with other names are ignored."""
     folders = (run / "checkpoints").glob("step-*")
-    return sorted((each for each in folders if _NAME.fullmatch(each.name) and each.is_dir()), key=checkpoint_step)
+    return sorted(
+        (folder for folder in folders if _NAME.fullmatch(folder.name) and folder.is_dir()), key=checkpoint_step
+    )
 
 
 def last(run: Path, experiment: Experiment) -> Checkpoint | None:
@@ -189,9 +191,9 @@ def last(run: Path, experiment: Experiment) -> Checkpoint | None:
             damaged[folder] = str(damage)
         else:
             warnings = [
-                f"the checkpoint {each} is damaged ({fact}): the run resumes from {folder.name}, and "
-                f"{_set_aside(each).name} can be deleted"
-                for each, fact in damaged.items()
+                f"the checkpoint {newer} is damaged ({fact}): the run resumes from {folder.name}, and "
+                f"{_set_aside(newer).name} can be deleted"
+                for newer, fact in damaged.items()
             ]
             return Checkpoint(folder, progress, tuple(warnings))
     if damaged:

@@ -27,10 +27,10 @@ from rlflow.batch import (
 from rlflow.errors import EngineError, NotFiniteError
 
 
-def check_values(output: Any, others: Iterable[Any]) -> None:
+def check_values(output: Any, batches: Iterable[Any]) -> None:
     """Raise NotFiniteError for logprobs, values and advantages of an output that are not finite.
 
-    ``others`` are batches of the step, from which the message takes the keys of the samples.
+    ``batches`` are batches of the step, from which the message takes the keys of the samples.
     """
     column = values_of(output)
     if column is None or column.is_finite:
@@ -39,7 +39,7 @@ def check_values(output: Any, others: Iterable[Any]) -> None:
     if not len(rows):
         return
     bad = np.unique(rows)
-    keys = keys_of(output, others)
+    keys = keys_of(output, batches)
     where = f"rows {', '.join(map(str, bad[:3]))}" if keys is None else describe_samples(keys[bad])
     kinds = {"logprobs": Rollouts | Logprobs, "values": ValueEstimates, "advantages": TokenAdvantages}
     noun = next(noun for noun, kind in kinds.items() if isinstance(output, kind))
@@ -66,16 +66,16 @@ def places_not_finite(output: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]
     bad = np.flatnonzero(~np.isfinite(column.values))
     rows = np.searchsorted(column.offsets, bad, side="right") - 1
     if isinstance(output, TokenAdvantages):
-        bad, rows = (each[output.is_included[rows]] for each in (bad, rows))
+        bad, rows = (numbers[output.is_included[rows]] for numbers in (bad, rows))
     return rows, bad - column.offsets[rows]
 
 
-def keys_of(output: Any, others: Iterable[Any]) -> NDArray[np.int64] | None:
+def keys_of(output: Any, batches: Iterable[Any]) -> NDArray[np.int64] | None:
     """Return the keys of an output's samples, [B, 3], from itself or from a batch of the same samples, or None."""
     column = output.values if isinstance(output, Advantages) else values_of(output)
     assert column is not None
-    batches = (batch for batch in (output, *others) if isinstance(batch, Sequences))
-    return next((each.keys for each in batches if np.array_equal(each.response_ids.lengths, column.lengths)), None)
+    sequences = (batch for batch in (output, *batches) if isinstance(batch, Sequences))
+    return next((batch.keys for batch in sequences if np.array_equal(batch.response_ids.lengths, column.lengths)), None)
 
 
 def check_advantages(output: Any, inputs: Mapping[str, Any]) -> None:
@@ -85,7 +85,7 @@ def check_advantages(output: Any, inputs: Mapping[str, Any]) -> None:
     the other rollouts of its prompt with it. The same holds for a conversation that failed and for a response without
     tokens of the model's own.
     """
-    rollouts = next((each for each in inputs.values() if isinstance(each, Rollouts)), None)
+    rollouts = next((batch for batch in inputs.values() if isinstance(batch, Rollouts)), None)
     if not isinstance(output, Advantages) or rollouts is None:
         return
     if len(output) != len(rollouts):
@@ -109,7 +109,7 @@ def check_advantages(output: Any, inputs: Mapping[str, Any]) -> None:
 def _prompts_without_reward(inputs: Mapping[str, Any]) -> set[tuple[int, ...]]:
     """Return step and prompt of all rollouts that lack a reward, failed, or have no tokens of the model's own."""
     prompts: set[tuple[int, ...]] = set()
-    for rollouts in (each for each in inputs.values() if isinstance(each, Rollouts)):
+    for rollouts in (batch for batch in inputs.values() if isinstance(batch, Rollouts)):
         lacks = rollouts.failed | (rollouts.own_lengths == 0)
         for rewards in inputs.values():
             if isinstance(rewards, Rewards) and len(rewards) == len(rollouts):

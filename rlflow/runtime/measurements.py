@@ -16,7 +16,7 @@ class StepTimes:
     """The times of all steps of a run in this process."""
 
     def __init__(self, plan: Plan) -> None:
-        self._together = plan.steps_per_turn
+        self._plan = plan
         self._seconds: dict[str, list[float]] = {}
 
     def add(self, metrics: Mapping[str, float]) -> None:
@@ -25,12 +25,13 @@ class StepTimes:
             if name == "seconds" or name.startswith(("seconds/", "overlap/")):
                 self._seconds.setdefault(name, []).append(value)
 
-    def step(self, plan: Plan) -> Pair:
+    def step(self) -> Pair:
         """Return the predicted and measured seconds of a step."""
-        return {"predicted": plan.prediction.step_seconds, "measured": self._median("seconds")}
+        return {"predicted": self._plan.prediction.step_seconds, "measured": self._median("seconds")}
 
-    def nodes(self, plan: Plan) -> dict[str, Pair]:
+    def nodes(self) -> dict[str, Pair]:
         """Return the predicted and measured seconds of each node; ``copy`` stands for all weight syncs."""
+        plan = self._plan
         syncs = {sync.node for sync in plan.workload.copies}
         predicted = {name: time.seconds for name, time in plan.prediction.nodes.items() if name not in syncs}
         if syncs:
@@ -39,7 +40,7 @@ class StepTimes:
             name: {"predicted": value, "measured": self._median(f"seconds/{name}")} for name, value in predicted.items()
         }
 
-    def overlap(self, plan: Plan) -> dict[str, dict[str, float | None]]:
+    def overlap(self) -> dict[str, dict[str, float | None]]:
         """Return the ages of tokens, and predicted and measured figures of generation ahead of training.
 
         Empty for synchronous steps. The first step, in which all wait, does not count.
@@ -48,7 +49,7 @@ class StepTimes:
         staleness = {age: share for age, share in ages.items() if age.isdecimal()}
         if not staleness:
             return {}
-        predicted = plan.prediction.overlap
+        predicted = self._plan.prediction.overlap
         measured = {"staleness": self._mean("overlap/staleness_mean")}
         measured |= {side: self._idle_share(side) for side in ("generate_idle", "train_idle")}
         return {"tokens_by_staleness": staleness} | {
@@ -73,7 +74,7 @@ class StepTimes:
 
         Steps that are generated together count as one with their mean.
         """
-        values, size = self._seconds.get(name, ()), self._together
+        values, size = self._seconds.get(name, ()), self._plan.steps_per_turn
         means = [fmean(values[start : start + size]) for start in range(0, len(values), size)]
         if len(means) > 1 and len(values) % size:
             means.pop()

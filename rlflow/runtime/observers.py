@@ -1,10 +1,9 @@
 """Sends the events of a run to all of its observers."""
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from rlflow.compiler.plan import Plan
-from rlflow.runtime.protocols import Observer, Report, Sample
+from rlflow.runtime.protocols import Observer
 
 
 class Observers(Observer):
@@ -17,38 +16,14 @@ class Observers(Observer):
         """Add an observer, the last to receive events."""
         self.observers.append(observer)
 
-    def warned(self, warning: str) -> None:
-        for each in self.observers:
-            each.warned(warning)
 
-    def started(self, plan: Plan, directory: Path, step: int) -> None:
-        for each in self.observers:
-            each.started(plan, directory, step)
+def _sender(event: str) -> Callable[..., None]:
+    def send(self: Observers, *arguments: Any) -> None:
+        for observer in self.observers:
+            getattr(observer, event)(*arguments)
 
-    def measured(self, step: int, metrics: Mapping[str, float]) -> None:
-        for each in self.observers:
-            each.measured(step, metrics)
+    return send
 
-    def evaluated(self, step: int, figure: float) -> None:
-        for each in self.observers:
-            each.evaluated(step, figure)
 
-    def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
-        for each in self.observers:
-            each.stepped(step, metrics)
-
-    def failed(self, step: int, node: str, reasons: Mapping[str, int]) -> None:
-        for each in self.observers:
-            each.failed(step, node, reasons)
-
-    def sampled(self, samples: Sequence[Sample]) -> None:
-        for each in self.observers:
-            each.sampled(samples)
-
-    def ended(self, report: Report) -> None:
-        for each in self.observers:
-            each.ended(report)
-
-    def close(self) -> None:
-        for each in self.observers:
-            each.close()
+for _event in [name for name in vars(Observer) if not name.startswith("_")]:
+    setattr(Observers, _event, _sender(_event))

@@ -90,20 +90,20 @@ def check_vocabularies(plan: Plan) -> None:
     """
     recipe, graph = plan.recipe, plan.graph
     reading = recipe.roles[graph.tokenizer_role()].model
-    others = {
+    readers = {
         role.model: name
         for name, role in recipe.roles.items()
         if role.model != reading and graph.capabilities(name) & _WITH_TOKENS
     }
-    vocabulary = _vocabulary(recipe, reading) if others else {}
-    for model, role in others.items():
+    vocabulary = _vocabulary(recipe, reading) if readers else {}
+    for model, role in readers.items():
         other = _vocabulary(recipe, model)
         for token, number in sorted(vocabulary.items(), key=lambda item: item[1]):
             if other.get(token) != number:
-                found = f"it has number {other[token]}" if token in other else "it has no such token"
+                fact = f"it has number {other[token]}" if token in other else "it has no such token"
                 raise RecipeError(
                     f"roles.{role}.model",
-                    f"'{model}' reads the tokens of '{reading}', where '{token}' has number {number}; here {found}",
+                    f"'{model}' reads the tokens of '{reading}', where '{token}' has number {number}; here {fact}",
                     fix="use a model with the same tokenizer",
                 )
 

@@ -62,7 +62,7 @@ class Workers(Protocol):
     def dead_ranks(self) -> list[int]:
         """Return the ranks whose processes have died or were ended."""
 
-    def sync_weights(self, source: "Workers", version: int) -> object:
+    def sync_weights(self, source: "Workers", version: int) -> None:
         """Copy the weights of ``source`` to all workers. Raises EngineError when one has not loaded all of them."""
 
 

@@ -6,148 +6,86 @@ most stays: the data set, and the engines that have lost nothing.
 
 import time
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from types import TracebackType
-from typing import Self
+from collections.abc import Collection
+from dataclasses import replace
 
 from rlflow.compiler import compile_recipe
-from rlflow.compiler.plan import Plan, format_duration, write_plan
-from rlflow.data.source import DataSource
+from rlflow.compiler.plan import Plan, format_duration
 from rlflow.errors import EngineError, PlacementError
-from rlflow.recipe import Model, Tune
-from rlflow.runtime.checkpoint import Checkpoint, RunProgress, checkpoints, remove_unfinished
-from rlflow.runtime.observers import Observers
+from rlflow.runtime.checkpoint import checkpoints, remove_unfinished
 from rlflow.runtime.preflight import last_checkpoint
-from rlflow.runtime.protocols import Engines, Lost, Observer, Runtime
-from rlflow.runtime.trace import TraceWriter
-from rlflow.runtime.tuning import with_spare_slots
-from rlflow.runtime.utilization import UpdateWork
+from rlflow.runtime.protocols import Lost
+from rlflow.runtime.session import Session
 
 # Seconds that a run waits for a lost host, as long as a cluster needs to replace one, and seconds between two looks.
 _HOST_WAIT_S = 600.0
 _POLL_S = 5.0
 
 
-@dataclass(kw_only=True)
-class Session:
-    """A run with its engines, which may be started more than once."""
+def recover(session: Session, error: EngineError) -> None:
+    """Replace what a session has lost, so that the run can continue from its last checkpoint.
 
-    plan: Plan
-    directory: Path
-    runtime: Runtime
-    models: Mapping[str, Model]
-    observers: Sequence[Observer]
-    stop: Callable[[], bool]
-    tune: Tune
-    trace: TraceWriter | None = None
-    profile: Collection[int] = ()
-    """The steps in which engines are profiled."""
-    last: Checkpoint | None
-    """The checkpoint to continue from; None for the initial weights."""
-    progress: RunProgress
-    """The steps made so far: none, or those of the checkpoint."""
-    warnings: list[str]
-    started_at: float = field(default_factory=time.perf_counter)
-    restarts: int = 0
-    """How often the run has gone back to a checkpoint."""
-    engines: Engines = field(default_factory=Engines)
-    data: DataSource
-    """The data, in the process where the engines read it."""
+    Raises ``error`` if nothing was lost or nothing can replace it, for a run that has been asked to stop, and for one
+    that comes back to the same checkpoint too often.
+    """
+    recipe, lost = session.plan.recipe, session.engines.find_lost()
+    is_replaceable = not lost.hosts or recipe.elastic or lost.hosts_may_return
+    if not lost or not is_replaceable or not recipe.max_restarts or session.stop():
+        raise error
+    _release_values(error)
+    directory, before = session.directory, session.progress.step
+    remove_unfinished(directory)
+    session.last, session.progress = last_checkpoint(session.plan, directory, resume=bool(checkpoints(directory)))
+    step, rows = session.progress.step, session.progress.rows
+    session.local_data = replace(session.local_data, resumed_at=(step, rows))
+    session.returns = session.returns + 1 if session.restarts and step == before else 1
+    if session.returns > recipe.max_restarts:
+        allowed = f"max_restarts={recipe.max_restarts} allows"
+        error.add_note(f"the run has gone back to step {step} as often as {allowed}")
+        raise error
+    session.restarts += 1
+    session.warn(*session.last.damaged if session.last else ())
+    _replace(session, lost, error)
+    # Ranks that were alive until now may have written on into their part of a checkpoint.
+    remove_unfinished(directory)
 
-    def __post_init__(self) -> None:
-        self._running = ExitStack()
-        self._own_data = self.data
-        self._num_returns = 0
-        """How often in a row the run has gone back to the same checkpoint."""
 
-    def __enter__(self) -> Self:
-        """Start the engines. Raises the errors of ``Runtime.start``."""
-        self._start()
-        return self
+def _replace(session: Session, lost: Lost, error: EngineError) -> None:
+    """Start new workers: on the same hosts, on those that are left, or once lost hosts are back."""
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool | None:
-        """Stop the engines."""
-        return self._running.__exit__(kind, error, traceback)
-
-    def recover(self, error: EngineError) -> None:
-        """Replace what was lost, so that the run can continue from its last checkpoint.
-
-        Raises ``error`` if nothing was lost or nothing can replace it, for a run that has been asked to stop, and for
-        one that comes back to the same checkpoint too often.
-        """
-        recipe, lost = self.plan.recipe, self.engines.find_lost()
-        is_replaceable = not lost.hosts or recipe.elastic or lost.hosts_may_return
-        if not lost or not is_replaceable or not recipe.max_restarts or self.stop():
-            raise error
-        _release_values(error)
-        before = self.progress.step
-        remove_unfinished(self.directory)
-        self.last, self.progress = last_checkpoint(self.plan, self.directory, resume=bool(checkpoints(self.directory)))
-        self._own_data = replace(self._own_data, resumed_at=(self.progress.step, self.progress.rows))
-        self._num_returns = self._num_returns + 1 if self.restarts and self.progress.step == before else 1
-        if self._num_returns > recipe.max_restarts:
-            allowed = f"max_restarts={recipe.max_restarts} allows"
-            error.add_note(f"the run has gone back to step {self.progress.step} as often as {allowed}")
-            raise error
-        self.restarts += 1
-        self._warn(*self.last.damaged if self.last else ())
-        self._replace(lost, error)
-        # Ranks that were alive until now may have written on into their part of a checkpoint.
-        remove_unfinished(self.directory)
-
-    def _replace(self, lost: Lost, error: EngineError) -> None:
-        """Start new workers: on the same hosts, on those that are left, or once lost hosts are back."""
-        if not lost.hosts:
-            self._note(error, lost, "New workers start")
-            self.engines.restart_lost()
-            self.data = self.engines.place_with_tokens(self._own_data)
-        elif self.plan.recipe.elastic:
-            smaller = _planned_without(self.plan, lost.hosts, error)
-            self.runtime.check(smaller)
-            changes = _changes(self.plan, smaller)
-            self._note(error, lost, f"The run is planned again for {smaller.cluster.shape} ({changes})")
-            self._running.close()
-            self.plan = smaller
-            self._start()
-        else:
-            minutes = f"{_HOST_WAIT_S / 60:g} minutes"
-            self._note(error, lost, f"The run waits {minutes} for its return (elastic=true continues without it)")
-            self._running.close()
-            self._start_with_all_hosts(error)
-
-    def _start(self) -> None:
-        write_plan(self.plan, self.directory)
-        plan = with_spare_slots(self.plan) if self.tune else self.plan
-        self.engines = self._running.enter_context(self.runtime.start(plan, self.models, self.directory))
-        self.data = self.engines.place_with_tokens(self._own_data)
-        self.work = UpdateWork(self.plan, self.engines)
-
-    def _start_with_all_hosts(self, error: EngineError) -> None:
-        """Start the engines once all hosts of the plan are there. Raises ``error`` when they do not come back."""
-        deadline = time.monotonic() + _HOST_WAIT_S
-        while True:
-            try:
-                return self._start()
-            except PlacementError:
-                if self.stop() or time.monotonic() >= deadline:
-                    raise error from None
-            time.sleep(_POLL_S)
-
-    def _note(self, error: EngineError, lost: Lost, action: str) -> None:
-        """Tell the observers what was lost, what is done about it, and from which step the run continues."""
+    def note(action: str) -> None:
         names = [f"host '{host}'" for host in lost.hosts] or [name for name in lost.processes if name not in str(error)]
         facts = [f"Lost: {', '.join(names)}."] if names else []
-        self._warn(" ".join([str(error), *facts, f"{action}, and the run continues from step {self.progress.step}."]))
+        continues = f"{action}, and the run continues from step {session.progress.step}."
+        session.warn(" ".join([str(error), *facts, continues]))
 
-    def _warn(self, *warnings: str) -> None:
-        for warning in warnings:
-            Observers(self.observers).warned(warning)
-        self.warnings += warnings
+    if not lost.hosts:
+        note("New workers start")
+        session.engines.restart_lost()
+        session.data = session.engines.place_with_tokens(session.local_data)
+    elif session.plan.recipe.elastic:
+        smaller = _planned_without(session.plan, lost.hosts, error)
+        session.runtime.check(smaller)
+        note(f"The run is planned again for {smaller.cluster.shape} ({_changes(session.plan, smaller)})")
+        session.running.close()
+        session.plan = smaller
+        session.start()
+    else:
+        note(f"The run waits {_HOST_WAIT_S / 60:g} minutes for its return (elastic=true continues without it)")
+        session.running.close()
+        _start_with_all_hosts(session, error)
+
+
+def _start_with_all_hosts(session: Session, error: EngineError) -> None:
+    """Start the engines once all hosts of the plan are there. Raises ``error`` when they do not come back."""
+    deadline = time.monotonic() + _HOST_WAIT_S
+    while True:
+        try:
+            return session.start()
+        except PlacementError:
+            if session.stop() or time.monotonic() >= deadline:
+                raise error from None
+        time.sleep(_POLL_S)
 
 
 def _release_values(error: BaseException) -> None:

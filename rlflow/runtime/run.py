@@ -1,30 +1,45 @@
 """The training loop: from a plan to a trained model and its report."""
 
-import json
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from rlflow.compiler.plan import Plan
-from rlflow.engines.journal import remove_journal
+from rlflow.compiler.checks import check_recorded_steps
+from rlflow.compiler.plan import Plan, write_plan
+from rlflow.data.source import load_held_out, load_rows
+from rlflow.engines.journal import open_journal
 from rlflow.engines.registry import engine_kind
-from rlflow.errors import EngineError
-from rlflow.recipe import Trace, Tune
-from rlflow.resources.layout import GIB
-from rlflow.runtime.checkpoint import RunProgress, checkpoints, is_checkpoint_due, is_finished
+from rlflow.errors import EngineError, RecipeError
+from rlflow.recipe.options import RunOptions
+from rlflow.runtime.checkpoint import (
+    CheckpointWriter,
+    checkpoints,
+    is_checkpoint_due,
+    is_finished,
+    remove_unfinished,
+    restore,
+)
 from rlflow.runtime.evaluation import is_evaluation_due
-from rlflow.runtime.measurements import StepTimes, compare_memory
-from rlflow.runtime.prepare import Training, opened, prepare
-from rlflow.runtime.protocols import Observer, Report, Runtime, StoreUse
-from rlflow.runtime.recovery import Session
+from rlflow.runtime.finish import finish
+from rlflow.runtime.local import LocalRuntime
+from rlflow.runtime.measurements import StepTimes
+from rlflow.runtime.observers import Observers
+from rlflow.runtime.preflight import check_before_start, check_directory, last_checkpoint
+from rlflow.runtime.prepare import open_data, resolve_models, runtime_of
+from rlflow.runtime.protocols import Observer, Report, Runtime
+from rlflow.runtime.recovery import recover
+from rlflow.runtime.samples import SampleReader
+from rlflow.runtime.session import Session
 from rlflow.runtime.skipped_steps import SkippedSteps
 from rlflow.runtime.step import train_step
-from rlflow.system.atomic_folder import write_folder
-from rlflow.system.text_files import replace_text
+from rlflow.runtime.trace import TraceWriter
+from rlflow.runtime.training import Training
+from rlflow.runtime.tuning import Tuner
+from rlflow.system.folder_lock import locked
 
+_DEFAULT_OPTIONS = RunOptions()
 PROFILES = "profiles"
 """The folder of a run in which each profiled step has a folder with a trace of each process with an engine."""
 
@@ -34,60 +49,102 @@ def run(
     directory: Path,
     runtime: Runtime,
     observers: Sequence[Observer] = (),
+    options: RunOptions = _DEFAULT_OPTIONS,
     *,
     resume: bool = False,
     stop: Callable[[], bool] = lambda: False,
-    tune: Tune = False,
-    trace: Trace = False,
-    profile: Collection[int] = (),
 ) -> Report:
     """Run ``plan`` in ``directory``; with ``resume`` from the last checkpoint there.
 
-    A run that loses workers goes back to its last checkpoint with new ones; it also does without lost hosts, where
-    the recipe is elastic. ``stop`` is called after every step; once it returns True, the run ends with a checkpoint.
-    With ``tune``, micro-batches and the number of concurrent sequences start at the plan's values and grow while that
-    is faster and memory allows: in the first steps, or with "adaptive" during the whole run. With ``trace``, all steps
-    or those with the given numbers are written to ``trace.json``; with ``profile``, engines write traces of torch's
-    operations in these steps.
+    ``stop`` is called after every step; once it returns True, the run ends with a checkpoint. A run that loses workers
+    goes back to its last checkpoint with new ones; it also does without lost hosts, where the recipe is elastic.
 
     Raises a UserError for files that are missing, for a plan that cannot run here and for a directory that another run
     uses, and an EngineError when a model or a worker fails.
     """
     with (
         _continuation_noted(directory),
-        opened(
-            plan,
-            directory,
-            runtime,
-            observers,
-            run=run,
-            resume=resume,
-            stop=stop,
-            tune=tune,
-            trace=trace,
-            profile=profile,
-        ) as session,
+        _opened(plan, directory, runtime, Observers(observers), options, resume=resume, stop=stop) as session,
     ):
         while True:
             try:
                 return _train(session)
             except EngineError as error:
-                session.recover(error)
+                recover(session, error)
+
+
+@contextmanager
+def _opened(
+    plan: Plan,
+    directory: Path,
+    runtime: Runtime,
+    observer: Observers,
+    options: RunOptions,
+    *,
+    resume: bool,
+    stop: Callable[[], bool],
+) -> Iterator[Session]:
+    """Check everything, read the data and start the engines; stop them on exit."""
+    check_recorded_steps(plan.recipe.steps, options.trace, options.profile)
+    if options.tune and plan.recipe.overlap.max_staleness:
+        fact = "compares the times of steps, which overlap.max_staleness lets overlap"
+        raise RecipeError("tune", fact, fix="tune=false, or overlap.max_staleness=0")
+    check_directory(directory, resume=resume)
+    with locked(directory):
+        check_before_start(plan, directory, runtime, resume=resume)
+        last, progress = last_checkpoint(plan, directory, resume=resume)
+        warnings = _warn(observer, last.damaged if last else ())
+        remove_unfinished(directory)
+        rows, held_out = load_rows(plan.recipe.data, "split"), load_held_out(plan.recipe.data, plan.recipe.evaluation)
+
+        def train_base(base: Plan, name: str) -> Report:
+            write_plan(plan, directory)
+            folder = directory / "base" / name
+            # The base recipe may need Ray although this plan runs in one process.
+            base_runtime = runtime_of(base) if isinstance(runtime, LocalRuntime) else runtime
+            return run(base, folder, base_runtime, observer.observers, resume=bool(checkpoints(folder)), stop=stop)
+
+        models = resolve_models(plan, train_base)
+        data = open_data(plan, models, rows, held_out, progress)
+        warnings += _warn(observer, data.warnings)
+        open_journal(directory, progress.experiment)
+        session = Session(
+            plan=plan,
+            directory=directory,
+            runtime=runtime,
+            observer=observer,
+            options=options,
+            stop=stop,
+            models=models,
+            local_data=data,
+            last=last,
+            progress=progress,
+            warnings=warnings,
+            trace=TraceWriter(options.trace) if options.trace else None,
+        )
+        with session.running:
+            session.start()
+            yield session
+
+
+def _warn(observer: Observer, warnings: Sequence[str]) -> list[str]:
+    for warning in warnings:
+        observer.warned(warning)
+    return list(warnings)
 
 
 def _train(session: Session) -> Report:
     """Train from the last checkpoint to the end of the run."""
-    plan, directory, stop = session.plan, session.directory, session.stop
-    with prepare(session) as training:
-        engines, data, observer, progress = training.engines, training.data, training.observer, training.progress
+    plan, engines, stop, progress = session.plan, session.engines, session.stop, session.progress
+    with _prepared(session) as (training, skips, writer):
+        observer = training.observer
         metrics: Mapping[str, float] = {}
         times = StepTimes(plan)
-        skips = SkippedSteps(plan, directory, engines, observer, progress.skipped)
         training.sync(progress.step)
         while True:
             if training.evaluator and is_evaluation_due(plan, progress):
                 start = time.perf_counter()
-                measures = training.evaluator.run(engines, data)
+                measures = training.evaluator.run(training.data)
                 engines.trace.add("evaluation", start, time.perf_counter())
                 figure = next(iter(measures.values()))
                 progress = progress.evaluated(figure)
@@ -96,32 +153,52 @@ def _train(session: Session) -> Report:
             is_over = stop() or is_finished(plan, progress)
             if is_over or is_checkpoint_due(plan, progress):
                 start = time.perf_counter()
-                training.checkpoints.save(progress)
+                writer.save(progress)
                 engines.trace.add("checkpoint", start, time.perf_counter())
             if is_over:
-                training.checkpoints.wait()
+                writer.wait()
                 break
-            with _profiled(training, progress.step + 1, session.profile):
-                metrics = train_step(
-                    training.plan,
-                    engines,
-                    data,
-                    progress.step,
-                    observer=observer,
-                    start_of_step=training.start_of_step,
-                    sync=training.sync,
-                    sample_reader=training.sample_reader,
-                    skips=skips,
-                    work=session.work,
-                )
+            with _profiled(session, progress.step + 1):
+                metrics = train_step(training, progress.step)
             progress = progress.stepped(plan.recipe.data.batch_size, skips.steps)
             if progress.step not in skips.steps:
                 times.add(metrics)
             observer.stepped(progress.step, metrics)
             for warning in engines.take_warnings():
                 observer.warned(f"step {progress.step}: {warning}")
-            training.checkpoints.check()
-        return _finish(session, training, progress, metrics, times)
+            writer.check()
+        return finish(session, training, progress, times, metrics)
+
+
+@contextmanager
+def _prepared(session: Session) -> Iterator[tuple[Training, SkippedSteps, CheckpointWriter]]:
+    """Prepare the next step: restore the last checkpoint, and start the observers."""
+    plan, directory, engines, tune = session.plan, session.directory, session.engines, session.options.tune
+    observer, step = Observers(session.observer.observers), session.progress.step
+    skips = SkippedSteps(plan, directory, engines, observer, session.progress.skipped)
+    training = replace(
+        Training.of(plan, engines, session.data),
+        observer=observer,
+        samples=SampleReader(plan.graph, session.data, plan.recipe.seed),
+        skips=skips,
+        work=session.work,
+    )
+    with ExitStack() as stack:
+        if training.start_of_step is not None:
+            stack.callback(training.start_of_step.close)
+        if session.last:
+            restore(session.last, training.saved)
+        if tune:
+            observer.add(Tuner(engines, adaptive=tune == "adaptive"))
+        if session.trace:
+            session.trace.follow(engines)
+            observer.add(session.trace)
+        for watcher in observer.observers:
+            watcher.started(plan, directory, step)
+            stack.callback(watcher.close)
+        saved_step = step if session.last else None
+        writer = CheckpointWriter(directory, training.saved, plan.recipe.checkpoints.keep, saved_step)
+        yield training, skips, stack.enter_context(writer)
 
 
 @contextmanager
@@ -136,79 +213,14 @@ def _continuation_noted(directory: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _profiled(training: Training, step: int, steps: Collection[int]) -> Iterator[None]:
-    """Write traces of torch's operations in ``step`` if it is one of ``steps``, for engines that can."""
-    roles = training.plan.recipe.roles if step in steps else {}
+def _profiled(session: Session, step: int) -> Iterator[None]:
+    """Write traces of torch's operations in ``step`` if it is to be profiled, for engines that can."""
+    roles = session.plan.recipe.roles if step in session.options.profile else {}
     engines = [
-        training.engines[role] for role in roles if hasattr(engine_kind(roles[role].engine).engine, "start_profile")
+        session.engines[role] for role in roles if hasattr(engine_kind(roles[role].engine).engine, "start_profile")
     ]
     for engine in engines:
         engine.start_profile()
     yield
     for engine in engines:
-        engine.write_profile(training.directory / PROFILES / f"step-{step}")
-
-
-def _finish(
-    session: Session, training: Training, progress: RunProgress, metrics: Mapping[str, float], times: StepTimes
-) -> Report:
-    """Export the trained models of a run that is finished, and write and return its report.
-
-    ``metrics`` are those of the last step.
-    """
-    plan, directory = training.plan, training.directory
-    ended = is_finished(plan, progress)
-    models = _export_models(directory, training.trained) if ended else {}
-    if ended:
-        remove_journal(directory)
-    measures = list(progress.evaluations.values())
-    report = Report(
-        name=plan.recipe.name,
-        fingerprint=plan.fingerprint,
-        status="finished" if ended else "stopped",
-        directory=str(directory),
-        steps=progress.step,
-        seconds=time.perf_counter() - session.started_at,
-        eval_before=measures[0] if measures else None,
-        eval_after=measures[-1] if measures and ended else None,
-        restarts=session.restarts,
-        step=times.step(plan),
-        nodes=times.nodes(plan),
-        memory=compare_memory(plan, training.engines.peak_bytes()),
-        overlap=times.overlap(plan),
-        store=_compare_store_use(plan, training.engines.store_use()),
-        warnings=[*session.warnings, *_skipped_warning(progress)],
-        models=models,
-        metrics=metrics,
-    )
-    replace_text(directory / "report.json", json.dumps(asdict(report), indent=1))
-    training.observer.ended(report)
-    return report
-
-
-def _skipped_warning(progress: RunProgress) -> list[str]:
-    if not progress.skipped:
-        return []
-    steps = ", ".join(map(str, progress.skipped))
-    return [f"{len(progress.skipped)} of {progress.step} steps were skipped for values that are not finite: {steps}"]
-
-
-def _export_models(directory: Path, trained: Mapping[str, Any]) -> dict[str, str]:
-    """Write the model of each trained role, and return the folders."""
-    folders = {role: directory / "model" / role for role in trained}
-    for role, folder in folders.items():
-        # A resumed run may have exported a model before, after fewer steps.
-        write_folder(folder, trained[role].export, replaces=True)
-    return {role: str(folder) for role, folder in folders.items()}
-
-
-def _compare_store_use(plan: Plan, use: StoreUse) -> dict[str, dict[str, float]]:
-    """Return the predicted and the measured MiB of everything in the object stores for which both are known."""
-    predicted = plan.prediction.data
-    pairs = {name: (size, use.edges[name]) for name, size in predicted.edges.items() if name in use.edges}
-    pairs |= {
-        f"peak of {host}": (gib * GIB, use.peaks[host])
-        for host, gib in predicted.store_peak_gib.items()
-        if host in use.peaks
-    }
-    return {name: {"predicted": a / 2**20, "measured": b / 2**20} for name, (a, b) in pairs.items()}
+        engine.write_profile(session.directory / PROFILES / f"step-{step}")

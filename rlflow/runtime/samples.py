@@ -38,8 +38,8 @@ class SampleReader:
         if not len(present):
             return []
         values = np.full(len(rollouts), np.nan) if rewards is None else rewards.values
-        found = choose(values[present], [self._seed, step])
-        rows = present[list(found.values())]
+        chosen = choose(values[present], [self._seed, step])
+        rows = present[list(chosen.values())]
         rollouts, advantages = rollouts.take(rows), output.take(rows)
         rewards = None if rewards is None else rewards.take(rows)
         with edge("samples"):
@@ -60,7 +60,7 @@ class SampleReader:
                 oldest_version=int(rollouts.versions[row].min()),
                 newest_version=int(rollouts.versions[row].max()),
             )
-            for row, (choice, (prompt, response)) in enumerate(zip(found, texts, strict=True))
+            for row, (choice, (prompt, response)) in enumerate(zip(chosen, texts, strict=True))
         ]
 
 

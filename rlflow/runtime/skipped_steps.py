@@ -102,7 +102,7 @@ class SkippedStep:
 
 def skipped_folders(directory: Path) -> list[Path]:
     """Return the folders of skipped steps in the folder of a run, the oldest first."""
-    return sorted(each for each in (directory / "skipped").glob("step-*") if _NAME.fullmatch(each.name))
+    return sorted(folder for folder in (directory / "skipped").glob("step-*") if _NAME.fullmatch(folder.name))
 
 
 def read_skipped(folder: Path, graph: Graph) -> SkippedStep:
@@ -121,14 +121,14 @@ def _read(file: Path, kind: type) -> Batch:
         "rows": tuple({} for _ in range(count)),
         "unfinished": Packed.from_rows([()] * count, np.uint8),
     }
-    missing = {each.name for each in fields(kind)} - values.keys()
+    missing = {field.name for field in fields(kind)} - values.keys()
     batch: Batch = kind(**values, **{name: empty[name] for name in missing & empty.keys()})
     return batch
 
 
 def _saved_fields(kind: type) -> list[str]:
     """Return the fields of a batch that are saved: not rows of the data, and not what an engine needs to resume."""
-    return [each.name for each in fields(kind) if each.name not in ("rows", "unfinished")]
+    return [field.name for field in fields(kind) if field.name not in ("rows", "unfinished")]
 
 
 def _output_types(graph: Graph) -> Mapping[str, type]:

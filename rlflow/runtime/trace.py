@@ -65,13 +65,13 @@ class TraceWriter(Observer):
         if isinstance(self._steps, tuple) and step not in self._steps:
             return
         number = {"step": step}
-        events = [self._rows.slice(CONTROLLER, each.name, each, number) for each in nodes]
+        events = [self._rows.slice(CONTROLLER, node.name, node, number) for node in nodes]
         for process, spans in calls.items():
             role = process.partition("/")[0]
-            candidates = [each for each in nodes if self._can_cause(each.name, role)]
-            for each in spans:
-                named = Span(cause_of(each, candidates), each.start, each.end)
-                events.append(self._rows.slice(process, "", named, {**number, "method": each.name}))
+            candidates = [node for node in nodes if self._can_cause(node.name, role)]
+            for call in spans:
+                named = Span(cause_of(call, candidates), call.start, call.end)
+                events.append(self._rows.slice(process, "", named, {**number, "method": call.name}))
         for producer, consumer in arrows(nodes, edges_of(self._plan)):
             self._num_arrows += 1
             events += self._rows.arrow(self._num_arrows, producer, consumer)
@@ -147,7 +147,7 @@ class _Rows:
 
     def _free_row(self, process: str, name: str, span: Span) -> int:
         rows = self._rows.setdefault((process, name), [])
-        row = next((each for each in rows if self._ends[each] <= span.start), None)
+        row = next((number for number in rows if self._ends[number] <= span.start), None)
         if row is None:
             row = len(self._ends)
             rows.append(row)
@@ -182,17 +182,17 @@ def arrows(spans: Sequence[Span], edges: Iterable[tuple[str, str]]) -> list[tupl
     It goes to the consumer's first slice, from the last slice of the producer that starts before.
     """
     ordered = sorted(spans, key=lambda span: span.start)
-    found = []
+    pairs = []
     for origin, target in edges:
-        consumer = next((each for each in ordered if each.name == target), None)
-        before = [each for each in ordered if each.name == origin and consumer and each.start <= consumer.start]
+        consumer = next((span for span in ordered if span.name == target), None)
+        before = [span for span in ordered if span.name == origin and consumer and span.start <= consumer.start]
         if consumer and before:
-            found.append((before[-1], consumer))
-    return found
+            pairs.append((before[-1], consumer))
+    return pairs
 
 
 def cause_of(call: Span, candidates: Iterable[Span]) -> str:
     """Return the name of the candidate that overlaps most with a call; without one the method's name."""
-    overlaps = {each: min(each.end, call.end) - max(each.start, call.start) for each in candidates}
-    best = max(overlaps, key=lambda each: overlaps[each], default=None)
+    overlaps = {span: min(span.end, call.end) - max(span.start, call.start) for span in candidates}
+    best = max(overlaps, key=lambda span: overlaps[span], default=None)
     return best.name if best is not None and overlaps[best] > 0 else call.name

@@ -50,12 +50,12 @@ class HillClimb:
     to no memory lowers the setting until the next round of trials.
     """
 
-    def __init__(self, start: int, least: int, most: int, *, adaptive: bool = False) -> None:
+    def __init__(self, start: int, least: int, largest: int, *, adaptive: bool = False) -> None:
         self.trials: dict[int, Trial] = {}
         """The last trial of each setting."""
         self.best: Trial | None = None
         """The best trial; None before the first one, and for a setting that was lowered for its memory untried."""
-        self._start, self._least, self._most = start, min(start, least), max(start, most)
+        self._start, self._least, self._most = start, min(start, least), max(start, largest)
         self._adaptive = adaptive
         # How often the setting has been raised, minus how often lowered; and the same of the best trial.
         self._level = self._best_level = 0
@@ -133,10 +133,10 @@ class HillClimb:
         """
         if setting < trial.setting:
             return True
-        smaller = [each for each in self.trials.values() if each.setting < trial.setting]
+        smaller = [other for other in self.trials.values() if other.setting < trial.setting]
         slope = trial.memory_share / trial.setting
         if smaller:
-            last = max(smaller, key=lambda each: each.setting)
+            last = max(smaller, key=lambda other: other.setting)
             slope = max(0.0, trial.memory_share - last.memory_share) / (trial.setting - last.setting)
         return trial.memory_share + slope * (setting - trial.setting) <= _MAX_TRIED_SHARE
 
@@ -183,25 +183,25 @@ class Tuner(Observer):
         self._file = directory / FILE
         self._plan = plan
         self._tuned = list(_tuned_settings(plan, adaptive=self._adaptive))
-        self._tokens = {each.role: _tokens_metric(plan.graph, each.role) for each in self._tuned}
-        self._predicted = {each.role: _predicted(plan, each.role) for each in self._tuned}
-        for each in self._tuned:
-            self._apply(each)
+        self._tokens = {tuned.role: _tokens_metric(plan.graph, tuned.role) for tuned in self._tuned}
+        self._predicted = {tuned.role: _predicted(plan, tuned.role) for tuned in self._tuned}
+        for tuned in self._tuned:
+            self._apply(tuned)
             # Resets the peak: memory from before the first step belongs to no trial.
-            self._memory_share(each)
+            self._memory_share(tuned)
         self._write()
 
     def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
-        active = [each for each in self._tuned if each.climb.is_trying or self._adaptive]
-        for each in active:
-            before = each.climb.setting
-            nodes = [node.name for node in self._plan.graph.nodes if node.role == each.role]
+        active = [tuned for tuned in self._tuned if tuned.climb.is_trying or self._adaptive]
+        for tuned in active:
+            before = tuned.climb.setting
+            nodes = [node.name for node in self._plan.graph.nodes if node.role == tuned.role]
             seconds = sum(metrics.get(f"seconds/{name}", 0.0) for name in nodes)
             if not seconds:
                 continue  # the step had nothing to train on
-            each.climb.record(metrics[self._tokens[each.role]], seconds, self._memory_share(each))
-            if each.climb.setting != before:
-                self._apply(each)
+            tuned.climb.record(metrics[self._tokens[tuned.role]], seconds, self._memory_share(tuned))
+            if tuned.climb.setting != before:
+                self._apply(tuned)
         if active:
             self._write()
 
@@ -214,15 +214,15 @@ class Tuner(Observer):
 
     def _write(self) -> None:
         content = {
-            each.role: {
-                "setting": each.name,
-                "planned": each.planned,
-                "best": each.climb.best.setting if each.climb.best else None,
-                "trying": each.climb.is_trying,
-                "predicted": self._predicted[each.role],
-                "trials": [asdict(each.climb.trials[setting]) for setting in sorted(each.climb.trials)],
+            tuned.role: {
+                "setting": tuned.name,
+                "planned": tuned.planned,
+                "best": tuned.climb.best.setting if tuned.climb.best else None,
+                "trying": tuned.climb.is_trying,
+                "predicted": self._predicted[tuned.role],
+                "trials": [asdict(tuned.climb.trials[setting]) for setting in sorted(tuned.climb.trials)],
             }
-            for each in self._tuned
+            for tuned in self._tuned
         }
         replace_text(self._file, json.dumps(content, indent=1))
 
@@ -237,10 +237,10 @@ def _tuned_settings(plan: Plan, *, adaptive: bool) -> Iterator[_TunedSetting]:
         tasks, layout = plan.workload.of(name), plan.roles[name].layout
         passes = plan.graph.capabilities(name) & {"Trains", "Scores", "Values", "Evaluates"}
         if passes and role.micro_batch_tokens == "auto" and _is_tunable(plan, name, "micro_batch_tokens"):
-            most = max(task.samples * task.longest * task.epochs / task.minibatches for task in tasks)
+            largest = max(task.samples * task.longest * task.epochs / task.minibatches for task in tasks)
             least = max(task.longest for task in tasks)
             start = layout.micro_batch_tokens
-            climb = HillClimb(start, least, ceil(most / layout.data_parallel_size), adaptive=adaptive)
+            climb = HillClimb(start, least, ceil(largest / layout.data_parallel_size), adaptive=adaptive)
             yield _TunedSetting(name, "micro_batch_tokens", start, climb)
         elif _is_tunable(plan, name, "max_num_seqs"):
             start = num_sequences(plan, name)

@@ -13,6 +13,7 @@ from rlflow.compiler.lower import models_in_use
 from rlflow.compiler.plan import Plan
 from rlflow.engines.base import CAPABILITIES, Sampling
 from rlflow.errors import PlacementError, RecipeError
+from rlflow.recipe.options import RunOptions
 from rlflow.report.records import MetricsWriter
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.protocols import Runtime
@@ -115,7 +116,9 @@ class TestRuntime:
         stopped = run(plan_of("local"), tmp_path / "run", runtime(), [MetricsWriter()], stop=lambda: True)
         assert stopped.status == "stopped"
         plan = placed("uneven hosts") if runtime is RayRuntime else plan_of("local")
-        report = run(plan, tmp_path / "run", runtime(), [MetricsWriter()], resume=True, trace=True, profile=[2, 5])
+        report = run(
+            plan, tmp_path / "run", runtime(), [MetricsWriter()], RunOptions(trace=True, profile=(2, 5)), resume=True
+        )
         assert report.status == "finished"
         check_trace(tmp_path / "run", plan)
         check_profiles(tmp_path / "run" / "profiles", plan, {2, 5})

@@ -48,9 +48,9 @@ class Failing(EngineWorker):
         if rank == 0:
             receivers.start_weight_update()
 
-    def receive_weights(self, version: int) -> float:
+    def receive_weights(self, version: int) -> None:
         self._maybe("fails", "dies", "hangs")
-        return super().receive_weights(version)
+        super().receive_weights(version)
 
     def next_bucket(self) -> tuple[Bucket | None, bool]:
         self._maybe("source_fails", "source_hangs")

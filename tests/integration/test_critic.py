@@ -20,6 +20,7 @@ from rlflow.runtime.protocols import Report, Runtime
 from rlflow.runtime.ray.runtime import RayRuntime
 from rlflow.runtime.run import run
 from rlflow.runtime.step import train_step
+from rlflow.runtime.training import Training
 from tests.conftest import CONFIG_DIR
 from tests.helpers import load, metrics_of, spec
 from tests.integration.test_run import StopAfter
@@ -94,9 +95,10 @@ def test_the_policy_stays_while_the_critic_learns(tmp_path: Path) -> None:
     rates: dict[str, list[float]] = {"update": [], "value_update": []}
     with LocalRuntime().start(plan, models, tmp_path) as engines:
         engines["rollout"].load_weights(engines["actor"].weights(), 0)
+        training = Training.of(plan, engines, data)
         for step in range(6):
             before = {role: {name: weight.clone() for name, weight in engines[role].weights()} for role in moved}
-            told = train_step(plan, engines, data, step)
+            told = train_step(training, step)
             for role, weights_of in before.items():
                 after = dict(engines[role].weights())
                 moved[role].append(any(not torch.equal(after[name], weight) for name, weight in weights_of.items()))

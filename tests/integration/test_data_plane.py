@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 import rlflow
 from benchmarks.traffic import counted
 from rlflow.batch import Logprobs, Packed, Sequences
-from rlflow.compiler.graph import without_resampled
 from rlflow.compiler.lower import models_in_use
 from rlflow.compiler.plan import Plan
 from rlflow.data.source import DataSource, load_rows, open_training_data
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.errors import EngineError, PlacementError, RecipeError
-from rlflow.runtime.generation.resampling import ResamplingRounds
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.objects.budget import Budget, StoreLimit, store_limits
 from rlflow.runtime.objects.object_process import ObjectProcess
@@ -31,7 +29,8 @@ from rlflow.runtime.ray.engine_set import RayEngines
 from rlflow.runtime.ray.process import as_future
 from rlflow.runtime.ray.runtime import RayRuntime
 from rlflow.runtime.run import run
-from rlflow.runtime.step import run_graph, train_step
+from rlflow.runtime.step import train_step
+from rlflow.runtime.training import Training
 from tests.conftest import CONFIG_DIR
 from tests.helpers import load
 
@@ -80,6 +79,10 @@ class Started:
     local_data: DataSource
     data: Any
 
+    @property
+    def training(self) -> Training:
+        return Training.of(self.plan, self.engines, self.data)
+
 
 @pytest.fixture(scope="class")
 def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
@@ -97,13 +100,13 @@ class TestSteps:
         self, started: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """They run on the hosts where the tokens are, and no token comes to the controller."""
-        plan, engines = started.plan, started.engines
+        plan = started.plan
         with LocalRuntime().start(plan, models_in_use(plan.recipe), tmp_path) as local:
-            expected = train_step(plan, local, started.local_data, 0)
+            expected = train_step(Training.of(plan, local, started.local_data), 0)
         read: list[Any] = []
         with monkeypatch.context() as patched:
             patched.setattr("rlflow.runtime.objects.store.fetch", read.append)
-            metrics = train_step(plan, engines, started.data, 0)
+            metrics = train_step(started.training, 0)
         assert read == []
         assert metrics["store/advantages_bytes"] == 4 * metrics["tokens"]
         measured = {name: value for name, value in expected.items() if name.startswith(("kl/", "penalized/"))}
@@ -111,30 +114,29 @@ class TestSteps:
         assert expected["penalized/mean"] > 1
 
     def test_the_messages_of_a_step_are_short(self, started: Started) -> None:
-        train_step(started.plan, started.engines, started.data, 0)
+        train_step(started.training, 0)
         with counted() as traffic:
-            train_step(started.plan, started.engines, started.data, 1)
+            train_step(started.training, 1)
         samples = PROMPTS * GROUP_SIZE
         assert 0 < traffic.nbytes <= 65536 + 100 * samples
 
     def test_nothing_is_left_in_the_stores_after_a_step(self, started: Started) -> None:
-        metrics = train_step(started.plan, started.engines, started.data, 2)
+        metrics = train_step(started.training, 2)
         assert set(started.engines.store_calls.budget.used.values()) == {0}
         # The ids and logprobs of the rollouts are four bytes a token each, and their texts are there too.
         assert metrics["store/rollouts_bytes"] > 8 * metrics["rollouts/length_mean"] * PROMPTS * GROUP_SIZE
         assert metrics["store/reference_bytes"] == 4 * metrics["tokens"]
 
     def test_a_store_that_is_full(self, started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
-        plan, engines, data = started.plan, started.engines, started.data
-        budget = engines.store_calls.budget
+        budget = started.engines.store_calls.budget
         with monkeypatch.context() as patched:
             small = {host: StoreLimit(limit.name, 10_000) for host, limit in budget.limits.items()}
             patched.setattr(budget, "limits", small)
             with pytest.raises(
                 EngineError, match=r"step 5: object store of host-\d: rollouts needs .* MiB of the 0\.0"
             ):
-                train_step(plan, engines, data, 4)
-        assert train_step(plan, engines, data, 4)["tokens"] > 0, "it goes on when there is room again"
+                train_step(started.training, 4)
+        assert train_step(started.training, 4)["tokens"] > 0, "it goes on when there is room again"
 
     def test_a_block_that_is_lost(self, started: Started) -> None:
         prompts = started.data.prompts(0)
@@ -158,17 +160,16 @@ def test_rounds_are_the_same_as_in_one_process(tmp_path: Path, monkeypatch: pyte
     models, options = models_in_use(plan.recipe), plan.recipe.data
     tokenizer = load_tokenizer("policy", models["policy"])
     data = open_training_data(options, tokenizer, load_rows(options, "split"), 0)
-    training, steps = replace(plan, graph=without_resampled(plan.graph)), range(3)
+    steps = range(3)
     with LocalRuntime().start(plan, models, tmp_path) as engines:
-        rounds = ResamplingRounds(plan.graph, options.batch_size, data, run_graph)
-        expected = [train_step(training, engines, data, step, start_of_step=rounds) for step in steps]
+        training = Training.of(plan, engines, data)
+        expected = [train_step(training, step) for step in steps]
     read: list[Any] = []
     with RayRuntime().start(plan, models, tmp_path) as engines, monkeypatch.context() as patched:
         assert isinstance(engines, RayEngines)
         patched.setattr("rlflow.runtime.objects.store.fetch", read.append)
-        hosted = engines.place_with_tokens(data)
-        rounds = ResamplingRounds(plan.graph, options.batch_size, hosted, run_graph)
-        found = [train_step(training, engines, hosted, step, start_of_step=rounds) for step in steps]
+        training = Training.of(plan, engines, engines.place_with_tokens(data))
+        found = [train_step(training, step) for step in steps]
         assert set(engines.store_calls.budget.used.values()) == {0}
     assert read == []
     assert max(step["sampling/rounds"] for step in expected) > 1

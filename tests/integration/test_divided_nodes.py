@@ -26,7 +26,7 @@ from rlflow.runtime.objects.ray_api import this_host
 from rlflow.runtime.objects.results import StoreCalls
 from rlflow.runtime.ray.cluster.services import RayServices
 from rlflow.runtime.ray.process import as_future
-from rlflow.runtime.ray.remote_objects import RemoteObjects
+from rlflow.runtime.ray.remote_objects import DividedNode, RemoteObjects
 from rlflow.runtime.ray.waits import Waits
 from rlflow.runtime.ray.watchdog import Watchdog
 from tests.helpers import rollouts, sequences
@@ -117,7 +117,7 @@ def test_each_host_judges_its_own_samples_and_no_text_moves(tmp_path: Path) -> N
     here, there = folders(tmp_path)
     with made_on_two_hosts() as made:
         expected: Any = reward(here).run(made.local)
-        node = made.objects.on_every_host(reward(there))
+        node = DividedNode(reward(there), made.objects)
         before = [created(host) for host in made.hosts]
         with counted() as traffic:
             found = node.run(rollouts=made.batch)
@@ -137,7 +137,7 @@ def test_a_function_that_fails_on_one_host(tmp_path: Path) -> None:
         with pytest.raises(RecipeError) as expected:
             reward(here, failing=last).run(made.local)
         with pytest.raises(RecipeError, match=rf"failed \(ValueError: {last} has 20042 characters\)") as raised:
-            made.objects.on_every_host(reward(there, failing=last)).run(rollouts=made.batch)
+            DividedNode(reward(there, failing=last), made.objects).run(rollouts=made.batch)
         assert str(raised.value) == str(expected.value)
         processes = {int(number) for path in there.iterdir() for number in path.name.split()[:2]}
         running = [os.pidfd_open(number) for number in processes if Path(f"/proc/{number}").exists()]
@@ -168,7 +168,7 @@ def test_a_host_on_which_a_node_cannot_run_is_named_before_the_first_step() -> N
 def test_a_process_that_ends(tmp_path: Path) -> None:
     with made_on_two_hosts() as made:
         node = reward(tmp_path)
-        made.objects.on_every_host(node).run(rollouts=made.batch)
+        DividedNode(node, made.objects).run(rollouts=made.batch)
         ray.kill(made.objects.proxy_of(node, made.hosts[1]).process.actor)
         with pytest.raises(EngineError, match=r"the process of Reward on \S+ died"):
-            made.objects.on_every_host(node).run(rollouts=made.batch)
+            DividedNode(node, made.objects).run(rollouts=made.batch)

@@ -13,6 +13,7 @@ from rlflow.engines.base import sample_seed
 from rlflow.engines.causal_lm.pretrained import load_model, load_tokenizer
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.step import train_step
+from rlflow.runtime.training import Training
 from tests.helpers import spec
 from tests.integration.test_critic import plan_of
 
@@ -114,7 +115,8 @@ def test_the_compiled_graph_gives_the_same_figures(tmp_path: Path) -> None:
     expected = plain_loop(data, policy, critic, reference, tokenizer)
     with LocalRuntime().start(plan, models, tmp_path) as engines:
         engines["rollout"].load_weights(engines["actor"].weights(), 0)
-        steps = [train_step(plan, engines, data, step) for step in range(STEPS)]
+        training = Training.of(plan, engines, data)
+        steps = [train_step(training, step) for step in range(STEPS)]
         for role, theirs in (("actor", policy), ("critic", critic)):
             for name, value in engines[role].weights():
                 assert (value - theirs.state_dict()[name]).abs().max() < 1e-4, (role, name)

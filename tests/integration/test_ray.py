@@ -158,7 +158,7 @@ class TestHosts:
         program = """
 import json
 from rlflow.recipe.compose import load_cluster
-from rlflow.runtime.ray.cluster.probes import free_gpus
+from rlflow.runtime.ray.cluster.free_gpus import free_gpus
 from rlflow.runtime.ray.cluster.connection import connected
 from rlflow.runtime.ray.runtime import bound
 from tests.integration.test_ray import using
@@ -198,7 +198,7 @@ with connected(plan.cluster), bound(plan) as placed:
         program = """
 from rlflow.errors import PlacementError
 from rlflow.runtime.ray.cluster import hosts
-from rlflow.runtime.ray.cluster.probes import free_gpus
+from rlflow.runtime.ray.cluster.free_gpus import free_gpus
 hosts.SIMULATED_LABEL = "no label that they have"
 try:
     free_gpus()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from rlflow.recipe.options import RunOptions
 from rlflow.report.records import MetricsWriter
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.run import run
@@ -22,7 +23,7 @@ def test_the_same_is_learned(tmp_path: Path) -> None:
     small = replace(actor, layout=replace(actor.layout, micro_batch_tokens=64))
     plan = replace(plan, roles={"actor": small})
     for name, tune in (("plain", False), ("tuned", True)):
-        run(plan, tmp_path / name, LocalRuntime(), [MetricsWriter()], tune=tune)
+        run(plan, tmp_path / name, LocalRuntime(), [MetricsWriter()], RunOptions(tune=tune))
     found = json.loads((tmp_path / "tuned" / "tuning.json").read_text())["actor"]
     assert len(found["trials"]) > 1
     assert found["trials"][1]["setting"] == 96

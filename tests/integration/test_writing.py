@@ -23,11 +23,11 @@ from rlflow.compiler.plan import Plan
 from rlflow.engines.base import EngineSpec, Sampling
 from rlflow.engines.fake import FakeEngine
 from rlflow.runtime.generation.streaming_nodes import StreamingNodes
+from rlflow.runtime.graph_runner import GraphRunner
 from rlflow.runtime.ray.engine_set import RayEngines
 from rlflow.runtime.ray.role_workers import RoleWorkers
 from rlflow.runtime.ray.runtime import RayRuntime
 from rlflow.runtime.ray.worker import EngineWorker
-from rlflow.runtime.step import run_graph
 from tests import helpers
 from tests.conftest import CONFIG_DIR
 from tests.helpers import WritingEngine, load, prompts, spec
@@ -112,7 +112,8 @@ def test_rewards_of_parts_are_those_of_the_whole(started: Started, monkeypatch: 
     for wait_s in (0.0, 3600.0):
         monkeypatch.setattr("rlflow.runtime.generation.partial_results._MIN_SECONDS", wait_s)
         outputs: dict[str, Any] = {}
-        run_graph(Graph(nodes=nodes), started.engines, {"prompts": prompts((2, 3) * 8)}, outputs.__setitem__)
+        graph = Graph(nodes=nodes)
+        GraphRunner(graph, started.engines).run(graph, {"prompts": prompts((2, 3) * 8)}, outputs.__setitem__)
         rollouts = outputs["rollouts"]
         judged = [outputs["rewards"].values.tolist(), outputs["advantages"].values.run_values.tolist()]
         made.append((rollouts.response_ids.values.tolist(), judged, list(rollouts.texts)))

@@ -13,12 +13,12 @@ from rich.markup import escape
 
 from rlflow._version import __version__
 from rlflow.commands.doctor.finding import Finding
+from rlflow.commands.doctor.machine import Device, Machine, devices, links, machine
+from rlflow.commands.doctor.probes import probe
 from rlflow.engines.registry import engine_kind, engine_names
 from rlflow.errors import UserError
 from rlflow.extras import TRAINING, install_command, installed, is_supported, module_name, requirement_of, version_range
 from rlflow.recipe.compose import CONF, compose, recipe_from_config
-from rlflow.runtime.ray.cluster.machine import Device, Machine, devices, links, machine
-from rlflow.runtime.ray.cluster.probes import probe
 
 LIBRARIES = ("torch", "transformers", "ray", "deepspeed", "vllm", "peft", "math-verify")
 # Time limits for importing a library from a slow disk, and for an answer of the driver or the cluster.

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlflow.commands.doctor.finding import Finding
+from rlflow.commands.doctor.machine import Device, devices
 from rlflow.extras import installed
-from rlflow.runtime.ray.cluster.machine import Device, devices, run_command
+from rlflow.runtime.ray.cluster.machine import run_command
 
 TOTAL_S = 590.0
 

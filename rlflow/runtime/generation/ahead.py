@@ -43,20 +43,19 @@ class AheadGeneration(ABC):
 
     def __init__(
         self,
-        planned: Graph,
-        running: Graph,
+        graph: Graph,
         recipe: Recipe,
         engines: Engines,
         data: DataSource,
         run_graph: RunGraph,
         sync: Callable[[int], float],
     ) -> None:
-        """Run the nodes of ``running`` that can run ahead in the graph as ``planned``, by ``run_graph``.
+        """Run the nodes of ``graph`` that can run ahead, by ``run_graph``.
 
         ``sync`` copies the weights of a version, and returns the seconds that it took.
         """
         self._engines = engines
-        self._nodes = AheadNodes(planned, running, engines, data, run_graph)
+        self._nodes = AheadNodes(graph, engines, data, run_graph)
         self._sync = sync
         self._overlap = recipe.overlap
         self._admission = Admission(recipe.overlap, recipe.steps)
@@ -88,7 +87,7 @@ class AheadGeneration(ABC):
         """
 
     def run(
-        self, engines: Engines, step: int, edges: dict[str, Any], on_output: Callable[[str, Any], None]
+        self, step: int, edges: dict[str, Any], on_output: Callable[[str, Any], None]
     ) -> tuple[dict[str, float], dict[str, float]]:
         """Put the outputs for a step into ``edges`` once complete; return the seconds of each node, and metrics.
 
@@ -98,12 +97,12 @@ class AheadGeneration(ABC):
         with self._changed:
             found, judged = self._steps.pop(step), self._judged.pop(step, None)
         # Later steps wait for the room that this one frees. Its own judges cannot.
-        engines.expect_release([node.name for node in self._nodes.generators])
+        self._engines.expect_release([node.name for node in self._nodes.generators])
         start = time.perf_counter()
         try:
             if judged is not None:
                 judged.result()
-            engines.expect_release([node.name for node in self.nodes])
+            self._engines.expect_release([node.name for node in self.nodes])
         finally:
             self._note_judged(time.perf_counter() - start)
             edges |= {**self._nodes.later_inputs(step), **found.outputs}

@@ -37,16 +37,15 @@ class StepOutputs:
 class AheadNodes:
     """Runs the nodes that generate, and those that judge their samples and groups."""
 
-    def __init__(self, planned: Graph, running: Graph, engines: Engines, data: DataSource, run_graph: RunGraph) -> None:
-        """Take the nodes of the ``running`` graph that generate or judge samples in the graph as it was ``planned``."""
+    def __init__(self, graph: Graph, engines: Engines, data: DataSource, run_graph: RunGraph) -> None:
+        """Take the nodes of a graph that generate or judge samples."""
         self._engines, self._data, self._run_graph = engines, data, run_graph
-        generates = {node.name: isinstance(node.operation, Generate) for node in planned.ahead_nodes()}
-        self.graph = Graph(nodes=tuple(node for node in running.nodes if node.name in generates))
-        self.generators = tuple(node for node in self.graph.nodes if generates[node.name])
+        self.graph = Graph(nodes=graph.ahead_nodes())
+        self.generators = tuple(node for node in self.graph.nodes if isinstance(node.operation, Generate))
         self.is_closed = False
         """True once nobody waits for outputs any more. A node that runs is the last one."""
         self._judges = self.graph.without(self.generators)
-        self._later = running.without(self.graph.nodes)
+        self._later = graph.without(self.graph.nodes)
 
     def run(self, steps: Sequence[int]) -> dict[int, StepOutputs]:
         """Generate and judge all samples of these steps together."""
@@ -63,7 +62,7 @@ class AheadNodes:
 
         problem: NotFiniteError | None = None
         try:
-            seconds = self._run_graph(self.graph, self._engines, edges, note_output)
+            seconds = self._run_graph(self.graph, edges, note_output)
         except NotFiniteError as error:
             problem = error
         found: dict[int, StepOutputs] = {}
@@ -133,7 +132,7 @@ class AheadNodes:
         """Run the nodes that judge a step's samples."""
         if self._judges.nodes:
             edges = dict(found.outputs)
-            found.seconds |= self._run_graph(self._judges, self._engines, edges, found.outputs.__setitem__)
+            found.seconds |= self._run_graph(self._judges, edges, found.outputs.__setitem__)
 
     def save(self, folder: Path, step: int, found: StepOutputs) -> None:
         """Save what is generated for a step."""

@@ -47,32 +47,41 @@ class LaterSteps:
     """Gets each step with its rollouts as soon as they are complete, while others are still generated."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class GenerationRequest:
+    """The samples that engines generate together."""
+
+    prompts: Prompts
+    sampling: Sampling
+    partial: Rollouts | None = None
+    """The rollouts to start from."""
+    ahead: LaterSteps | None = None
+    subscriber: Subscriber | None = None
+    """Called from the thread of the generation; it gets each finished sample once."""
+
+
 def dispatch(
     engines: Workers,
     ranks: Collection[int],
-    prompts: Prompts,
-    sampling: Sampling,
+    request: GenerationRequest,
     previous_lengths: NDArray[np.float64] | None,
-    partial: Rollouts | None,
-    ahead: LaterSteps | None = None,
-    subscriber: Subscriber | None = None,
 ) -> tuple[Rollouts | None, dict[int, EngineError]]:
     """Generate until all samples are done, or the generation is interrupted.
 
-    Starts from the ``partial`` rollouts; ``previous_lengths`` are lengths of responses in the step before. Returns
-    the rollouts in the order of keys, None if interrupted without any, and the failures of engines by rank. The
-    ``subscriber`` is called from this thread and gets each finished sample once. Raises AllEnginesFailedError.
+    ``previous_lengths`` are lengths of responses in the step before. Returns the rollouts in the order of keys, None if
+    interrupted without any, and the failures of engines by rank. Raises AllEnginesFailedError.
     """
+    prompts, ahead, partial = request.prompts, request.ahead, request.partial
     batch = SharedBatch(prompts).slice(np.arange(len(prompts)))
     failures: dict[int, EngineError] = {}
     while True:
-        groups = GroupProgress(prompts, sampling, partial)
+        groups = GroupProgress(prompts, request.sampling, partial)
         if (ahead is not None and ahead.interrupt.done()) or groups.done.all():
             return partial, failures
         alive = [rank for rank in ranks if rank not in failures]
         if not alive:
             raise AllEnginesFailedError(failures)
-        one_pass = _Pass(engines, batch, prompts, sampling, groups, ahead, failures, subscriber)
+        one_pass = _Pass(engines, batch, request, groups, failures)
         partial = groups.merge(one_pass.run(alive, previous_lengths))
 
 
@@ -83,21 +92,18 @@ class _Pass:
         self,
         engines: Workers,
         batch: BatchSlice,
-        prompts: Prompts,
-        sampling: Sampling,
+        request: GenerationRequest,
         groups: GroupProgress,
-        ahead: LaterSteps | None,
         failures: dict[int, EngineError],
-        subscriber: Subscriber | None,
     ) -> None:
         """Prepare a pass, which adds failed engines to ``failures``."""
-        self._engines, self._batch, self._sampling, self._failures = engines, batch, sampling, failures
-        self._subscriber = subscriber
+        self._engines, self._batch, self._sampling, self._failures = engines, batch, request.sampling, failures
+        self._subscriber = request.subscriber
         self._results: EarlyResults | None = None
         self._most_unreported = 0
         """The finished rows that an engine need not report yet; 0 where the scheduler alone decides."""
-        self._groups, self._ahead, self._is_stopping = groups, ahead, False
-        self._prompt_lengths, self._steps = prompts.ids.lengths, prompts.keys[:, 0]
+        self._groups, self._ahead, self._is_stopping = groups, request.ahead, False
+        self._prompt_lengths, self._steps = request.prompts.ids.lengths, request.prompts.keys[:, 0]
         self._partial = PartialRollouts(groups)
         self._calls: dict[Future[Any], tuple[_Method, int, Sequence[int]]] = {}
         self._answered: SimpleQueue[Future[Any]] = SimpleQueue()
@@ -117,8 +123,7 @@ class _Pass:
         capacities = {rank: Capacity(*capacity) for rank, capacity in self._successes(calls).items()}
         self._scheduler = scheduler = Scheduler(
             self._prompt_lengths,
-            self._sampling.group_size,
-            self._sampling.max_tokens,
+            self._sampling,
             capacities,
             rows=np.flatnonzero(~self._groups.done),
             previous_lengths=previous_lengths,

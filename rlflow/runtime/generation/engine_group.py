@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from statistics import median
 from threading import Lock
 from typing import Any
@@ -15,7 +15,7 @@ from rlflow.batch import Prompts, Rollouts
 from rlflow.engines.base import Sampling
 from rlflow.engines.group_progress import is_done
 from rlflow.errors import EngineError
-from rlflow.runtime.generation.dispatcher import LaterSteps, dispatch
+from rlflow.runtime.generation.dispatcher import GenerationRequest, LaterSteps, dispatch
 from rlflow.runtime.generation.engine_state import AllEnginesFailedError
 from rlflow.runtime.protocols import Subscriber, Workers
 
@@ -66,8 +66,9 @@ class EngineGroup:
         The samples of an engine that fails go to the others. The engine is replaced, and the new one generates once it
         has the weights: those of the next sync, or the current ones at once if no other engine is left.
         """
+        request = GenerationRequest(prompts=prompts, sampling=sampling, subscriber=self._subscriber)
         with self._generating:
-            rollouts = self._generate(prompts, sampling, None, None)
+            rollouts = self._generate(request)
         assert rollouts is not None
         return rollouts
 
@@ -79,26 +80,26 @@ class EngineGroup:
         Engines that fail are replaced as in ``generate``. Returns None if it is interrupted before it has any tokens.
         Raises EngineError.
         """
+        request = GenerationRequest(
+            prompts=prompts, sampling=sampling, partial=partial, ahead=ahead, subscriber=self._subscriber
+        )
         with self._generating:
-            return self._generate(prompts, sampling, partial, ahead)
+            return self._generate(request)
 
-    def _generate(
-        self, prompts: Prompts, sampling: Sampling, partial: Rollouts | None, ahead: LaterSteps | None
-    ) -> Rollouts | None:
-        previous, subscriber = self._previous_lengths.get(sampling), self._subscriber
+    def _generate(self, request: GenerationRequest) -> Rollouts | None:
+        sampling = request.sampling
+        previous = self._previous_lengths.get(sampling)
         for restarts in range(_MAX_RESTARTS + 1):
             ranks = self._ranks_with_weights()
             try:
-                rollouts, failures = dispatch(
-                    self._engines, ranks, prompts, sampling, previous, partial, ahead, subscriber
-                )
+                rollouts, failures = dispatch(self._engines, ranks, request, previous)
                 break
             except AllEnginesFailedError as error:
                 if restarts == _MAX_RESTARTS:
                     raise
                 self._note_end(ranks, error.failures)
                 # The partial rollouts may have been in the processes that failed.
-                partial = None
+                request = replace(request, partial=None)
         if rollouts is not None and (done := is_done(rollouts, sampling)).any():
             self._previous_lengths[sampling] = rollouts.response_ids.lengths[done].astype(np.float64)
         self._note_end(ranks, failures)

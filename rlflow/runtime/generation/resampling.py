@@ -9,27 +9,25 @@ from typing import Any
 import numpy as np
 
 from rlflow.batch import Sequences
-from rlflow.compiler.graph import Graph, resampled_nodes
+from rlflow.compiler.graph import Graph, GraphNode
 from rlflow.data.source import DataSource
 from rlflow.runtime.objects.budget import edge
-from rlflow.runtime.protocols import Engines
 
 _STATE = "place.json"
 # The smallest round as a share of a batch. Few prompts take nearly as long as many, and more of them make another round
 # less likely.
 _MIN_ROUND = 0.25
 
-RunGraph = Callable[[Graph, Engines, dict[str, Any], Callable[[str, Any], None]], dict[str, float]]
-"""Runs a graph once on its edges, and returns the seconds of each node (``step.run_graph``)."""
+RunGraph = Callable[[Graph, dict[str, Any], Callable[[str, Any], None]], dict[str, float]]
+"""Runs a graph once on its edges, and returns the seconds of each node (``GraphRunner.run``)."""
 
 
 class ResamplingRounds:
     """The nodes of a graph that run in rounds. Checkpoints save and restore them like a trained engine."""
 
-    def __init__(self, graph: Graph, batch_size: int, data: DataSource, run_graph: RunGraph) -> None:
-        """Run the rounds of ``graph`` by ``run_graph``, for steps that train on ``batch_size`` prompts."""
-        self._run_graph = run_graph
-        self._nodes = resampled_nodes(graph)
+    def __init__(self, nodes: tuple[GraphNode, ...], batch_size: int, data: DataSource, run_graph: RunGraph) -> None:
+        """Run these nodes by ``run_graph``, for steps that train on ``batch_size`` prompts."""
+        self._run_graph, self._nodes = run_graph, nodes
         self._name = self._nodes[-1].name
         operation: Any = self._nodes[-1].operation
         self._max_rounds: int = getattr(operation, "max_rounds", 1)
@@ -43,7 +41,7 @@ class ResamplingRounds:
         return f"graph.{self._name}"
 
     def run(
-        self, engines: Engines, step: int, edges: dict[str, Any], on_output: Callable[[str, Any], None]
+        self, step: int, edges: dict[str, Any], on_output: Callable[[str, Any], None]
     ) -> tuple[dict[str, float], dict[str, float]]:
         """Put the outputs for the chosen prompts into ``edges``, and return the seconds of each node, and metrics.
 
@@ -57,7 +55,7 @@ class ResamplingRounds:
             with edge("prompts"):
                 part: dict[str, Any] = {"prompts": self._data.prompts_from(self._next_prompt, step, answered, count)}
             self._next_prompt, answered = self._next_prompt + count, answered + count
-            took = self._run_graph(Graph(nodes=self._nodes), engines, dict(part), part.__setitem__)
+            took = self._run_graph(Graph(nodes=self._nodes), dict(part), part.__setitem__)
             seconds = {name: before + took[name] for name, before in seconds.items()}
             num_chosen += int(part[self._name].chosen.sum())
             rounds.append(part)
@@ -82,6 +80,9 @@ class ResamplingRounds:
     def restore(self, folder: Path) -> None:
         """Restore the position in the prompts."""
         self._next_prompt = json.loads((folder / _STATE).read_text())
+
+    def close(self) -> None:
+        """Run nothing more: no round outlives its step."""
 
     def _round_size(self, answered: int, num_chosen: int) -> int:
         """Return the prompts of the next round: enough for those missing at the rate so far, and a batch at most."""

@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from rlflow.engines.base import Sampling
 from rlflow.runtime.generation.engine_state import Capacity, EngineState
 from rlflow.runtime.generation.length_model import LengthModel
 from rlflow.runtime.generation.row_queue import RowQueue
@@ -52,8 +53,7 @@ class Scheduler:
     def __init__(
         self,
         prompt_lengths: Ints,
-        group_size: int,
-        max_tokens: int,
+        sampling: Sampling,
         capacities: Mapping[int, Capacity],
         *,
         rows: Ints | None = None,
@@ -67,6 +67,7 @@ class Scheduler:
         partial rollout, or, of a row that is not queued, of the finished response. ``steps`` [P]: the step of each
         prompt, by default the same. Earlier steps come first, and within a step groups that have a partial rollout.
         """
+        group_size, max_tokens = sampling.group_size, sampling.max_tokens
         self._prompt_lengths = np.repeat(prompt_lengths, group_size)
         self._groups = np.repeat(np.arange(len(prompt_lengths)), group_size)
         self._max_tokens = max_tokens

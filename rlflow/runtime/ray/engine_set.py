@@ -25,7 +25,7 @@ from rlflow.runtime.ray.cluster.binding import BoundPlan
 from rlflow.runtime.ray.cluster.services import RayServices
 from rlflow.runtime.ray.engine_specs import is_on_gpu
 from rlflow.runtime.ray.gpu_turns import GpuTurns, gpu_neighbors, replaced_roles, sleeping_roles
-from rlflow.runtime.ray.remote_objects import RemoteObjects
+from rlflow.runtime.ray.remote_objects import DividedNode, RemoteObjects
 from rlflow.runtime.ray.role_proxy import RoleProxy
 from rlflow.runtime.ray.role_workers import RoleWorkers
 from rlflow.runtime.ray.waits import Waits
@@ -42,46 +42,25 @@ def start_engines(plan: Plan, models: Mapping[str, Model], bound: BoundPlan, dir
     store_calls = StoreCalls(Budget(limits))
     services = RayServices(bound.hosts)
     watchdog = Watchdog(services)
+    objects = RemoteObjects(store_calls, Waits.from_plan(plan), watchdog, simulated=bound.simulated)
     journal = journal_folder(directory.absolute())
     workers = {
         name: RoleWorkers(plan, name, models[role.model], bound, store_calls, watchdog, journal)
         for name, role in plan.recipe.roles.items()
     }
-    turns = GpuTurns(workers, gpu_neighbors(plan), sleeping_roles(plan), replaced_roles(plan))
-    for role in workers:
-        turns.stopped(role)
+    engines = RayEngines(plan, directory, workers, objects, store_calls, services, watchdog)
     hosts = _hosts_with_samples(plan, bound)
     divided = [node.operation for node in plan.graph.nodes if node.runs_on_every_host]
-    with ThreadPoolExecutor(len(workers) + len(divided)) as pool, ExitStack() as running:
+    with ThreadPoolExecutor(len(divided) or 1) as pool, ExitStack() as running:
         running.enter_context(store_calls.running())
         running.enter_context(watchdog.running())
-        objects = RemoteObjects(store_calls, Waits.from_plan(plan), watchdog, simulated=bound.simulated)
-        remote_objects = running.enter_context(objects)
-        for each in workers.values():
-            running.callback(each.stop)
-        checking = [pool.submit(remote_objects.check_hosts, node, hosts) for node in divided]
-        _start(plan, workers, turns, pool)
+        running.enter_context(objects)
+        for role_workers in workers.values():
+            running.callback(role_workers.stop)
+        checking = [pool.submit(objects.check_hosts, node, hosts) for node in divided]
+        engines.start(workers)
         wait_all(checking)
-        engines = {role: _proxy(plan, role, each, turns) for role, each in workers.items()}
-        yield RayEngines(engines, workers, store_calls, remote_objects, directory, turns, plan, services, watchdog)
-
-
-def _start(plan: Plan, workers: Mapping[str, RoleWorkers], turns: GpuTurns, pool: ThreadPoolExecutor) -> None:
-    """Start the workers of some roles, at the same time where that does not change what others measure."""
-
-    def start(role: str) -> None:
-        turns.make_room(role)
-        workers[role].start()
-        turns.started(role)
-
-    neighbors, sleepers = gpu_neighbors(plan), sleeping_roles(plan)
-    independent = [role for role in workers if sleepers.isdisjoint({role, *neighbors[role]})]
-    starting = [pool.submit(start, role) for role in independent]
-    for role in sorted(workers.keys() - set(independent), key=lambda role: plan.recipe.roles[role].follows is None):
-        # One after another, those that generate first: vLLM measures the free memory, which must not change.
-        start(role)
-        turns.release(role)
-    wait_all(starting)
+        yield engines
 
 
 def _hosts_with_samples(plan: Plan, bound: BoundPlan) -> set[str]:
@@ -91,43 +70,58 @@ def _hosts_with_samples(plan: Plan, bound: BoundPlan) -> set[str]:
     return {bound.hosts[worker.bundles[0].host].node_id for worker in workers}
 
 
-def _proxy(plan: Plan, role: str, workers: RoleWorkers, turns: GpuTurns) -> RoleProxy:
-    cost = cost_of(role_architecture(plan.recipe, plan.graph, role))
-    is_frozen = role not in plan.graph.trained_roles() and plan.recipe.roles[role].follows is None
-    return RoleProxy(role, workers, plan.roles[role].layout, workers.concurrent, turns, cost, is_frozen=is_frozen)
-
-
 class RayEngines(Engines):
     """A proxy for the engines of each role, and remote objects beside them."""
 
     def __init__(
         self,
-        engines: Mapping[str, RoleProxy],
-        workers: Mapping[str, RoleWorkers],
-        store_calls: StoreCalls,
-        remote_objects: RemoteObjects,
-        directory: Path,
-        turns: GpuTurns,
         plan: Plan,
+        directory: Path,
+        workers: Mapping[str, RoleWorkers],
+        remote_objects: RemoteObjects,
+        store_calls: StoreCalls,
         services: RayServices,
         watchdog: Watchdog,
     ) -> None:
-        """Take the parts."""
-        super().__init__(engines)
-        self.store_calls = store_calls
-        self._workers = workers
-        self._remote_objects = remote_objects
-        self._directory = directory
-        self._turns = turns
-        self._plan, self._services, self._watchdog = plan, services, watchdog
+        """Stand for the ``workers`` of each role, which ``start`` starts."""
+        self._plan, self._directory, self._workers = plan, directory, workers
+        self._remote_objects, self.store_calls = remote_objects, store_calls
+        self._services, self._watchdog = services, watchdog
+        self._turns = GpuTurns(workers, gpu_neighbors(plan), sleeping_roles(plan), replaced_roles(plan))
+        for role, role_workers in workers.items():
+            self._turns.stopped(role)
+            self[role] = self._proxy(role, role_workers)
         self._replaced = replaced_roles(plan)
-        self._bundles = {role: set(placement.bundles) for role, placement in plan.roles.items()}
-        self._on_gpus = is_on_gpu(plan)
         self._stored: Counter[str] = Counter()
         self._num_steps = 0
         self._warnings: list[str] = []
         self._slow: set[tuple[str, int]] = set()
         """The engines that were slow in the last step."""
+
+    def _proxy(self, role: str, workers: RoleWorkers) -> RoleProxy:
+        recipe, graph = self._plan.recipe, self._plan.graph
+        cost = cost_of(role_architecture(recipe, graph, role))
+        is_frozen = role not in graph.trained_roles() and recipe.roles[role].follows is None
+        layout = self._plan.roles[role].layout
+        return RoleProxy(role, workers, layout, workers.concurrent, self._turns, cost, is_frozen=is_frozen)
+
+    def start(self, roles: Collection[str]) -> None:
+        """Start the workers of some roles, at the same time where that does not change what others measure."""
+
+        def start(role: str) -> None:
+            self._turns.make_room(role)
+            self._workers[role].start()
+            self._turns.started(role)
+
+        neighbors, sleepers, declared = gpu_neighbors(self._plan), sleeping_roles(self._plan), self._plan.recipe.roles
+        independent = [role for role in roles if sleepers.isdisjoint({role, *neighbors[role]})]
+        with ThreadPoolExecutor(len(roles) or 1) as pool:
+            starting = [pool.submit(start, role) for role in independent]
+            for role in sorted(set(roles) - set(independent), key=lambda role: declared[role].follows is None):
+                # One after another, those that generate first: vLLM measures the free memory, which must not change.
+                start(role)
+                self._turns.release(role)
+            wait_all(starting)
 
     def step_metrics(self, step: int) -> dict[str, float]:
         """Return the metrics of a step, and append the engines' activity and failures to ``engines.jsonl``."""
@@ -148,7 +142,7 @@ class RayEngines(Engines):
         stored = {edge: size for edge, size in self.store_calls.budget.drain_edge_bytes().items() if "/" not in edge}
         self._stored.update(stored)
         self._num_steps += 1
-        if self._on_gpus and (shares := self._ask_workers("take_memory_share")):
+        if is_on_gpu(self._plan) and (shares := self._ask_workers("take_memory_share")):
             metrics[FULLEST] = max(shares.values())
         return metrics | {f"store/{edge}_bytes": size for edge, size in stored.items()}
 
@@ -166,36 +160,34 @@ class RayEngines(Engines):
                 proxy.engine_group.wait_until_idle()
         self._remote_objects.end_all()
         trained, sleepers = self._plan.graph.trained_roles(), sleeping_roles(self._plan)
-        stopped: dict[str, RoleWorkers] = {}
+        stopped: list[str] = []
         for role, workers in self._workers.items():
             # A transfer from GPU to GPU that has lost its sender does not end.
             dead = workers.dead_ranks() if workers.gpu_transport is None else busy_ranks(workers)
             if role in trained or (dead and (role in sleepers or not workers.concurrent)):
                 workers.stop()
                 self._turns.stopped(role)
-                stopped[role] = workers
+                stopped.append(role)
             elif dead:
                 workers.restart(dead)
             workers.receivers_connected = False
-        with ThreadPoolExecutor(len(stopped)) as pool:
-            _start(self._plan, stopped, self._turns, pool)
+        self.start(stopped)
 
     def _note_slow(self, role: str, factors: Mapping[int, float]) -> None:
         """Warn about engines that are slow now and were not in the step before."""
         for rank, factor in factors.items():
             if (role, rank) not in self._slow:
-                name = self[role].workers.name(rank)
+                name = self._workers[role].name(rank)
                 self._warnings.append(f"{name} is {factor:.0f} times as slow as the role's other workers")
-        self._slow = {each for each in self._slow if each[0] != role} | {(role, rank) for rank in factors}
+        self._slow = {engine for engine in self._slow if engine[0] != role} | {(role, rank) for rank in factors}
 
     def take_warnings(self) -> list[str]:
         warnings, self._warnings = self._warnings, []
         return warnings
 
     def record_calls(self) -> Callable[[], dict[str, list[Span]]]:
-        for engine in self.values():
-            if isinstance(engine.workers, RoleWorkers):
-                engine.workers.record_calls()
+        for workers in self._workers.values():
+            workers.record_calls()
         return lambda: self._ask_workers("take_calls")
 
     def peak_bytes(self) -> dict[str, dict[str, int]]:
@@ -205,9 +197,8 @@ class RayEngines(Engines):
         """Return what a method of each worker returns. Workers that have died since their last work are left out."""
         calls = {
             f"{role}/{rank}": call
-            for role, engine in self.items()
-            if isinstance(engine.workers, RoleWorkers)
-            for rank, call in enumerate(engine.workers.call_all(method))
+            for role, workers in self._workers.items()
+            for rank, call in enumerate(workers.call_all(method))
         }
         wait(calls.values())
         return {name: call.result() for name, call in calls.items() if call.exception() is None}
@@ -229,7 +220,7 @@ class RayEngines(Engines):
         self.store_calls.budget.expect_release(edges)
 
     def are_apart(self, role: str, other: str) -> bool:
-        return self._bundles[role].isdisjoint(self._bundles[other])
+        return set(self._plan.roles[role].bundles).isdisjoint(self._plan.roles[other].bundles)
 
     def mark_idle(self, role: str) -> None:
         if role in self._replaced:
@@ -239,4 +230,4 @@ class RayEngines(Engines):
         return cast(T, self._remote_objects.proxy_of(instance))
 
     def place_with_samples(self, node: T) -> T:
-        return cast(T, self._remote_objects.on_every_host(node))
+        return cast(T, DividedNode(node, self._remote_objects))

@@ -41,7 +41,7 @@ class GpuTurns:
 
     def role_of(self, workers: Workers) -> str:
         """Return the role that has these workers."""
-        return next(role for role, own in self._workers.items() if own is workers)
+        return next(role for role, role_workers in self._workers.items() if role_workers is workers)
 
     def stopped(self, role: str) -> None:
         """Note that the processes of a role have ended, so that it has no memory to give up."""
@@ -128,7 +128,7 @@ def gpu_neighbors(plan: Plan) -> dict[str, list[str]]:
 
 def sleeping_roles(plan: Plan) -> set[str]:
     """Return the roles that sleep while others on their GPUs work."""
-    return {role for role, others in gpu_neighbors(plan).items() if others and plan.roles[role].layout.sleeps}
+    return {role for role, neighbors in gpu_neighbors(plan).items() if neighbors and plan.roles[role].layout.sleeps}
 
 
 def replaced_roles(plan: Plan) -> set[str]:

@@ -45,10 +45,6 @@ class RemoteObjects:
                 self._proxies[id(local), host] = local, _RemoteObject(local, process, self._store_calls, self._waits)
             return self._proxies[id(local), host][1]
 
-    def on_every_host(self, node: Any) -> "DividedNode":
-        """Return the node as it runs on every host, on the samples that lie there."""
-        return DividedNode(node, self)
-
     def check_hosts(self, node: Any, hosts: Collection[str]) -> None:
         """Start a node on these hosts, and have it check each but this one, which has been checked.
 

@@ -237,7 +237,7 @@ class RoleProxy:
         ]
         results = wait_all(calls)[:: self._ranks_per_share]
         ranks = range(0, len(self.workers), self._ranks_per_share)
-        return [each for each in zip(ranks, results, shares, strict=True) if len(each[2])]
+        return [share for share in zip(ranks, results, shares, strict=True) if len(share[2])]
 
     def _call_with_folder(self, method: str, folder: Path) -> None:
         self._turns.take(self._role)

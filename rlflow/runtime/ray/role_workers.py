@@ -135,10 +135,10 @@ class RoleWorkers:
     def call_all(self, method: str, *arguments: Any) -> "list[Future[Any]]":
         return [self.call(rank, method, *arguments) for rank in range(len(self))]
 
-    def sync_weights(self, source: Workers, version: int) -> float:
-        """Sync the weights of ``source`` to all workers, and return the seconds that this took them."""
+    def sync_weights(self, source: Workers, version: int) -> None:
+        """Sync the weights of ``source`` to all workers."""
         assert isinstance(source, RoleWorkers)
-        return sync_weights(source, self, version)
+        sync_weights(source, self, version)
 
     def next_bucket(self, rank: int) -> "tuple[Any, Future[bool]]":
         """Have a rank gather its next bucket of weights; return Ray's reference to it, and whether there is one."""
@@ -218,7 +218,7 @@ class RoleWorkers:
         variables = {"OMP_NUM_THREADS": str(self._num_threads(worker)), "GOMP_SPINCOUNT": "10000"}
         if is_on_gpu(self._plan):
             variables |= PCI_ORDER
-            variables["CUDA_VISIBLE_DEVICES"] = ",".join(self._bound.gpu_ids[each] for each in worker.bundles)
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(self._bound.gpu_ids[bundle] for bundle in worker.bundles)
         return variables
 
     def _num_threads(self, worker: Worker) -> int:

@@ -69,7 +69,9 @@ class Waits:
         prediction = plan.prediction
         seconds = {name: time.seconds for name, time in prediction.nodes.items()}
         architectures = [role_architecture(plan.recipe, plan.graph, role) for role in plan.recipe.roles]
-        num_parameters = max(math.inf if each is None else each.num_parameters for each in architectures)
+        num_parameters = max(
+            math.inf if architecture is None else architecture.num_parameters for architecture in architectures
+        )
         return cls(seconds, prediction.step_seconds + prediction.evaluation_seconds, num_parameters)
 
     def of(self, method: str, node: str = "", arguments: Sequence[Any] = (), *, concurrent: bool = False) -> Wait:

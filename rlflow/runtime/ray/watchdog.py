@@ -206,8 +206,8 @@ class Watchdog:
                 watched.hear(now)
                 if not watched.calls and now - watched.called_at > _REMEMBERED_S:
                     del self._watched[process]
-            faults = [(each, watched.fault(now)) for each, watched in self._watched.items()]
-            to_ask = [each for each, watched in self._watched.items() if watched.is_due(now)]
+            faults = [(process, watched.fault(now)) for process, watched in self._watched.items()]
+            to_ask = [process for process, watched in self._watched.items() if watched.is_due(now)]
         for process in to_ask:
             self._ask(process)
         for process, fault in faults:

@@ -2,7 +2,6 @@
 
 import os
 import queue
-import time
 from collections.abc import Generator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -113,17 +112,11 @@ class EngineWorker(ObjectProcess):
         """
         self._incoming.put(bucket)
 
-    def receive_weights(self, version: int) -> float:
-        """Load the buckets that ``push_bucket`` adds. Raises EngineError when no more will come.
-
-        Returns the seconds in which the engine loaded weights, without those in which it waited for buckets.
-        """
+    def receive_weights(self, version: int) -> None:
+        """Load the buckets that ``push_bucket`` adds. Raises EngineError when no more will come."""
         incoming = self._incoming
-        stream = _TensorStream(incoming)
-        start = time.perf_counter()
         try:
-            self.call("load_weights", iter(stream), version)
-            return time.perf_counter() - start - stream.waited
+            self.call("load_weights", _tensors_of(incoming), version)
         finally:
             # After a failure nobody waits for room in the queue.
             self._incoming = queue.Queue()
@@ -151,22 +144,9 @@ class EngineWorker(ObjectProcess):
         return self._engine_thread.submit(function, *arguments).result()
 
 
-class _TensorStream:
-    """The tensors of all buckets that arrive in a queue."""
-
-    def __init__(self, incoming: "queue.Queue[Bucket | str | None]") -> None:
-        self._incoming = incoming
-        self.waited = 0.0
-        """Seconds."""
-
-    def __iter__(self) -> "Iterator[tuple[str, Tensor]]":
-        while (bucket := self._next()) is not None:
-            if isinstance(bucket, str):
-                raise EngineError(bucket)
-            yield from bucket.tensors()
-
-    def _next(self) -> "Bucket | str | None":
-        start = time.perf_counter()
-        bucket = self._incoming.get()
-        self.waited += time.perf_counter() - start
-        return bucket
+def _tensors_of(incoming: "queue.Queue[Bucket | str | None]") -> "Iterator[tuple[str, Tensor]]":
+    """Yield the tensors of all buckets that arrive in a queue."""
+    while (bucket := incoming.get()) is not None:
+        if isinstance(bucket, str):
+            raise EngineError(bucket)
+        yield from bucket.tensors()

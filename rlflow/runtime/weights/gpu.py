@@ -35,7 +35,7 @@ class WeightSource:
     @property
     def largest_bytes(self) -> int:
         """Return the size of the largest tensor in bytes."""
-        sizes: list[int] = [prod(each.shape) * each.dtype.itemsize for each in self.metadata()]
+        sizes: list[int] = [prod(weight.shape) * weight.dtype.itemsize for weight in self.metadata()]
         return max(sizes)
 
 
@@ -76,7 +76,7 @@ class Receivers:
         import ray
 
         calls = zip(self._actors, arguments, strict=True)
-        ray.get([actor.call.remote("transfer", method, each) for actor, each in calls])
+        ray.get([actor.call.remote("transfer", method, keywords) for actor, keywords in calls])
 
 
 def make_sender(engine: Trains, transport: GpuTransport, receivers: Receivers, *, rank: int, address: str) -> Any:

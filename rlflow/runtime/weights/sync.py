@@ -1,6 +1,5 @@
 """Weight sync from the workers of one role to those of another, with limits on time and attempts."""
 
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any, Protocol
@@ -70,43 +69,42 @@ class WeightsNotLoadedError(EngineError):
         self.ranks = ranks
 
 
-def sync_weights(source: SyncWorkers, target: SyncWorkers, version: int) -> float:
-    """Sync the weights of ``source`` to all engines of ``target``, and return the seconds that this took them.
+def sync_weights(source: SyncWorkers, target: SyncWorkers, version: int) -> None:
+    """Sync the weights of ``source`` to all engines of ``target``.
 
     Raises EngineError when an engine has not loaded all of them.
     """
     if target.gpu_transport is not None:
-        return _sync_gpu_to_gpu(source, target, target.gpu_transport, version)
-    return _sync_through_store(source, target, version)
+        _sync_gpu_to_gpu(source, target, target.gpu_transport, version)
+    else:
+        _sync_through_store(source, target, version)
 
 
-def _sync_through_store(source: SyncWorkers, target: SyncWorkers, version: int) -> float:
+def _sync_through_store(source: SyncWorkers, target: SyncWorkers, version: int) -> None:
     """Transfer the weights through the object store, and again when that fails.
 
     An engine whose process has ended is replaced at once, one that fails otherwise before the last attempt; the others
     keep running. Raises EngineError, at once where a worker of ``source`` had to be ended.
-
-    Returns the seconds in which the slowest engine loaded weights, without those in which it waited for them.
     """
-    for attempt in range(1, _ATTEMPTS):
+    for attempt in range(1, _ATTEMPTS + 1):
         try:
-            return _sync_by_buckets(source, target, version)
+            _sync_by_buckets(source, target, version)
+            return
         except EngineError as error:
-            if source.any_ended:
+            if source.any_ended or attempt == _ATTEMPTS:
                 raise
             broken = target.dead_ranks()
             if attempt == _ATTEMPTS - 1 and isinstance(error, WeightsNotLoadedError):
                 broken = sorted({*broken, *error.ranks})
             if broken:
                 target.restart(broken)
-    return _sync_by_buckets(source, target, version)
 
 
-def _sync_by_buckets(source: SyncWorkers, target: SyncWorkers, version: int) -> float:
+def _sync_by_buckets(source: SyncWorkers, target: SyncWorkers, version: int) -> None:
     """Load each bucket while the next one is gathered. When this returns, no engine is loading any more."""
     calls = [source.call(rank, "start_sending", rank == 0) for rank in range(len(source))]
     _wait_for(_by_worker(source, calls) | _by_worker(target, target.call_all("start_receiving")))
-    loading: list[Future[float]] = target.call_all("receive_weights", version)
+    loading: list[Future[None]] = target.call_all("receive_weights", version)
     end: str | None = None
     """None after the last bucket, or the reason why no more buckets will come."""
     try:
@@ -129,8 +127,7 @@ def _sync_by_buckets(source: SyncWorkers, target: SyncWorkers, version: int) -> 
     if failed:
         first = next(iter(failed.values()))
         raise WeightsNotLoadedError(str(first), list(failed)) if isinstance(first, EngineError) else first
-    seconds: list[float] = wait_all(loading)
-    return max(seconds)
+    wait_all(loading)
 
 
 def _next_bucket(source: SyncWorkers) -> Any | None:
@@ -140,13 +137,12 @@ def _next_bucket(source: SyncWorkers) -> Any | None:
     return buckets[0][0] if exists else None
 
 
-def _sync_gpu_to_gpu(source: SyncWorkers, target: SyncWorkers, transport: GpuTransport, version: int) -> float:
-    """Transfer the weights by vLLM's own senders and receivers, and return the seconds that it took.
+def _sync_gpu_to_gpu(source: SyncWorkers, target: SyncWorkers, transport: GpuTransport, version: int) -> None:
+    """Transfer the weights by vLLM's own senders and receivers.
 
     Engines whose process has ended since the last sync are replaced first. A transfer that fails is not tried again:
     the failed process has left the others waiting in a collective operation. Raises EngineError.
     """
-    start = time.perf_counter()
     if dead := target.dead_ranks():
         target.restart(dead)
     if not target.receivers_connected:
@@ -158,7 +154,6 @@ def _sync_gpu_to_gpu(source: SyncWorkers, target: SyncWorkers, transport: GpuTra
     ]
     _wait_for(_by_worker(source, calls), receiving=target)
     _wait_for(_by_worker(target, target.call_all("call", "finish_transfer", version)))
-    return time.perf_counter() - start
 
 
 def _by_worker(workers: SyncWorkers, calls: "Sequence[Future[Any]]") -> "dict[Future[Any], _Worker]":

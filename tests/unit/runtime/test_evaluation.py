@@ -18,6 +18,7 @@ from rlflow.nodes.scoring import RewardModel
 from rlflow.recipe.evaluation import Evaluation
 from rlflow.runtime.checkpoint import RunProgress, is_finished
 from rlflow.runtime.evaluation import RewardEvaluator, evaluator_of
+from rlflow.runtime.graph_runner import GraphRunner
 from rlflow.runtime.protocols import Engines
 from tests.conftest import CONFIG_DIR
 from tests.helpers import load, pairs, spec
@@ -48,14 +49,14 @@ class Neutral(Untrained):
 def accuracy(recipe: str, **engines: Any) -> float:
     graph = wire(load(f"recipe={recipe}"))
     data: Any = SimpleNamespace(held_out_pairs=lambda name: GIVEN)
-    evaluator = evaluator_of(graph, graph, EVERY_STEP, "test")
-    metrics = evaluator.run(Engines({role: engine(spec()) for role, engine in engines.items()}), data)
+    runner = GraphRunner(graph, Engines({role: engine(spec()) for role, engine in engines.items()}))
+    metrics = evaluator_of(graph, runner, EVERY_STEP, "test").run(data)
     assert metrics.keys() == {"evaluation/accuracy"}
     return metrics["evaluation/accuracy"]
 
 
 def judge(graph: Graph) -> Node:
-    evaluator = evaluator_of(graph, graph, EVERY_STEP, "test")
+    evaluator = evaluator_of(graph, GraphRunner(graph, Engines()), EVERY_STEP, "test")
     assert isinstance(evaluator, RewardEvaluator)
     return evaluator.reward.operation
 

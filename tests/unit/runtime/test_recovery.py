@@ -22,14 +22,16 @@ from rlflow.engines.fake import FakeEngine
 from rlflow.errors import EngineError, PlacementError
 from rlflow.recipe import Model, Recipe, Role
 from rlflow.recipe.compose import load_cluster
+from rlflow.recipe.options import RunOptions
 from rlflow.report.records import MetricsWriter, SampleLog, read_lines
 from rlflow.runtime import recovery
 from rlflow.runtime.checkpoint import RunProgress, save
 from rlflow.runtime.local import LocalRuntime
+from rlflow.runtime.observers import Observers
 from rlflow.runtime.protocols import Engines, Lost
 from rlflow.runtime.ray.engine_specs import spec_of
-from rlflow.runtime.recovery import Session
 from rlflow.runtime.run import run
+from rlflow.runtime.session import Session
 from tests.conftest import CONFIG_DIR
 from tests.helpers import Warnings, load, metrics_of, prompts
 
@@ -196,25 +198,27 @@ def test_a_lost_host_is_left_out(expected: dict[str, Any], tmp_path: Path, monke
 def session(plan: Plan, folder: Path, runtime: LosingRuntime, *, stopped: bool = False) -> Iterator[Session]:
     """Start a run that has made no step."""
     recipe, nothing = plan.recipe, Packed.from_rows([], np.int32)
-    with Session(
+    started = Session(
         plan=plan,
         directory=folder,
         runtime=runtime,
-        models=recipe.models,
-        observers=[],
+        options=RunOptions(),
         stop=lambda: stopped,
-        tune=False,
+        observer=Observers([]),
+        models=recipe.models,
+        local_data=DataSource(recipe.data, recipe.seed, [], nothing, None, {"": prompts(())}),
         last=None,
         progress=RunProgress(experiment_of(recipe), 0, 0, {}),
         warnings=[],
-        data=DataSource(recipe.data, recipe.seed, [], nothing, None, {"": prompts(())}),
-    ) as started:
+    )
+    with started.running:
+        started.start()
         yield started
 
 
 def lose(run: Session) -> None:
     """Have the run fail after the losses of its runtime."""
-    run.recover(EngineError(DIED))
+    recovery.recover(run, EngineError(DIED))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import rlflow
 from rlflow.engines.times import Span, Times
 from rlflow.errors import RecipeError
 from rlflow.recipe import Trace
+from rlflow.recipe.options import RunOptions
 from rlflow.report.records import MetricsWriter
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.protocols import Engines
@@ -24,7 +25,7 @@ from tests.trace_rules import arrows_of, checked_events, process_names, seconds_
 def traced(folder: Path, trace: Trace) -> list[dict[str, Any]]:
     """Run the recipe of the tests with a trace, and return its metrics."""
     plan = rlflow.compile(load("recipe=fake", config_dir=CONFIG_DIR), "local")
-    run(plan, folder, LocalRuntime(), [MetricsWriter()], trace=trace)
+    run(plan, folder, LocalRuntime(), [MetricsWriter()], RunOptions(trace=trace))
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if "seconds" in line]
 
@@ -106,7 +107,7 @@ def test_a_trace_continues_when_the_run_goes_back_to_a_checkpoint(tmp_path: Path
 def test_torch_profiles_chosen_steps_alone(tmp_path: Path) -> None:
     """One of three optimizer steps, with the forward passes of all roles in this process, and without evaluations."""
     plan = rlflow.compile(load("recipe=real", "steps=3", "evaluation.every=1", config_dir=CONFIG_DIR), "local")
-    run(plan, tmp_path, LocalRuntime(), profile=[2])
+    run(plan, tmp_path, LocalRuntime(), options=RunOptions(profile=(2,)))
     [path] = (tmp_path / "profiles").rglob("*.*")
     assert path.relative_to(tmp_path / "profiles") == Path("step-2/actor-0.pt.trace.json.gz")
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
@@ -123,9 +124,9 @@ def test_only_steps_of_the_run_can_be_recorded(tmp_path: Path) -> None:
         ([2, 7], "7 comes after the last"),
     ):
         with pytest.raises(RecipeError, match=rf"(?s)trace: step {fact}.*Fix: steps from 1 to 6"):
-            run(plan, tmp_path, LocalRuntime(), trace=tuple(trace))
+            run(plan, tmp_path, LocalRuntime(), options=RunOptions(trace=tuple(trace)))
     with pytest.raises(RecipeError, match=r"(?s)profile: step 7 comes after the last step.*Fix: steps from 1 to 6"):
-        run(plan, tmp_path, LocalRuntime(), profile=[2, 7])
+        run(plan, tmp_path, LocalRuntime(), options=RunOptions(profile=(2, 7)))
 
 
 def test_each_time_is_taken_once() -> None:

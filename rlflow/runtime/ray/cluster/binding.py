@@ -107,15 +107,15 @@ def match_hosts(planned: Sequence[Host], wanted: Mapping[str, int], live: Sequen
     Raises PlacementError for hosts that are missing or have too few GPUs. Their GPUs may still be taken.
     """
     alive = sorted((host for host in live if host.alive), key=sort_key)
-    found = _by_name(wanted, alive)
+    matches = _by_name(wanted, alive)
     if all(host.name == f"host-{index}" for index, host in enumerate(planned)):
-        if any(name not in found or found[name].gpus < count for name, count in wanted.items()):
-            found = _first_fit(wanted, alive, "free_gpus")
-        if len(found) < len(wanted):
+        if any(name not in matches or matches[name].gpus < count for name, count in wanted.items()):
+            matches = _first_fit(wanted, alive, "free_gpus")
+        if len(matches) < len(wanted):
             # Hosts that would have enough if all were free: the next check names who uses the others.
-            found = _first_fit(wanted, alive, "gpus")
+            matches = _first_fit(wanted, alive, "gpus")
     known = [f"{host.name} ({host.gpus} GPUs)" for host in alive]
-    if missing := [name for name in wanted if name not in found]:
+    if missing := [name for name in wanted if name not in matches]:
         missing_hosts = ", ".join(f"'{name}' ({wanted[name]} GPUs)" for name in missing)
         raise PlacementError(
             _CLUSTER,
@@ -123,14 +123,14 @@ def match_hosts(planned: Sequence[Host], wanted: Mapping[str, int], live: Sequen
             known=known,
             fix="plan for the live hosts (cluster=auto), or start Ray on the missing ones",
         )
-    if small := [name for name, count in wanted.items() if found[name].gpus < count]:
+    if small := [name for name, count in wanted.items() if matches[name].gpus < count]:
         raise PlacementError(
             _CLUSTER,
-            f"the plan uses {wanted[small[0]]} GPUs of host '{small[0]}', and Ray has {found[small[0]].gpus} on it",
+            f"the plan uses {wanted[small[0]]} GPUs of host '{small[0]}', and Ray has {matches[small[0]].gpus} on it",
             known=known,
             fix="plan for Ray's GPUs (cluster=auto), or start Ray with all GPUs of the host",
         )
-    return found
+    return matches
 
 
 def check_free(wanted: Mapping[str, int], hosts: Mapping[str, LiveHost], users: Mapping[str, Sequence[str]]) -> None:
@@ -161,7 +161,7 @@ def check_bound(
     is not on its planned host, when two have the same GPU, or for a GPU that the plan may not use.
     """
     names = {host.node_id: name for name, host in hosts.items()}
-    places = [(names.get(each.node_id, each.node_id), each.gpu_id) for each in bound]
+    places = [(names.get(place.node_id, place.node_id), place.gpu_id) for place in bound]
     wrong = [
         f"GPU {bundle.gpu} of '{bundle.host}' is on '{place[0]}'"
         for bundle, place in zip(reserved, places, strict=True)
@@ -233,12 +233,12 @@ def placement_record(plan: Plan, bound: BoundPlan) -> dict[str, Any]:
 
 def _by_name(wanted: Iterable[str], alive: Sequence[LiveHost]) -> dict[str, LiveHost]:
     """Return the host with each name. A host is used for one name only."""
-    found: dict[str, LiveHost] = {}
+    matches: dict[str, LiveHost] = {}
     for name in wanted:
-        matching = [host for host in alive if host.has_name(name) and host not in found.values()]
+        matching = [host for host in alive if host.has_name(name) and host not in matches.values()]
         if matching:
-            found[name] = matching[0]
-    return found
+            matches[name] = matching[0]
+    return matches
 
 
 def _first_fit(wanted: Mapping[str, int], alive: Sequence[LiveHost], field: str) -> dict[str, LiveHost]:

@@ -152,13 +152,13 @@ def simulated(cluster: Cluster, store_bytes: int = _SIMULATED_STORE) -> Iterator
         finally:
             # On shutdown Ray removes the published address, whosever it is.
             now = find_bootstrap_address(None)
-            own = processes.address
-            hosts = [each for node in processes.list_all_nodes() for each in node.all_processes.get("raylet", ())]
-            workers = [pid for host in hosts for pid in descendants(host.process.pid)]
+            simulated_address = processes.address
+            hosts = [raylet for node in processes.list_all_nodes() for raylet in node.all_processes.get("raylet", ())]
+            workers = [pid for raylet in hosts for pid in descendants(raylet.process.pid)]
             processes.shutdown()
             for pid in workers:  # they end with their host, unless they are stopped
                 kill(pid)
-            _publish_address(before if now == own else now)
+            _publish_address(before if now == simulated_address else now)
 
 
 @contextmanager
@@ -200,7 +200,7 @@ def environment(values: Mapping[str, str | None]) -> Iterator[None]:
 
 
 @contextmanager
-def ray_errors(*others: type[Exception]) -> Iterator[None]:
+def ray_errors(*other_errors: type[Exception]) -> Iterator[None]:
     """Raise EngineError for the errors of Ray itself, and for errors of ``others``."""
     import_ray()
     from ray.exceptions import RayError
@@ -209,7 +209,7 @@ def ray_errors(*others: type[Exception]) -> Iterator[None]:
         yield
     except (UserError, EngineError):
         raise
-    except (RayError, *others) as error:
+    except (RayError, *other_errors) as error:
         raise EngineError(f"Ray failed: {first_line(error)}.") from error
 
 
@@ -243,7 +243,9 @@ def _end_silent_control(nodes: list[Any]) -> list[int]:
     """
     if not nodes or alive_hosts() is not None:
         return []
-    started = [(name, each.process) for node in nodes for name, all_ in node.all_processes.items() for each in all_]
+    started = [
+        (name, service.process) for node in nodes for name, all_ in node.all_processes.items() for service in all_
+    ]
     for name, process in started:
         if name == "gcs_server":
             process.kill()

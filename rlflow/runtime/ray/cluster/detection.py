@@ -6,8 +6,8 @@ from pathlib import Path
 from rlflow.errors import RecipeError
 from rlflow.recipe.compose import cluster_of_hosts, load_cluster
 from rlflow.resources.cluster import Cluster
+from rlflow.runtime.ray.cluster.free_gpus import free_gpus
 from rlflow.runtime.ray.cluster.machine import gpus_of_this_machine
-from rlflow.runtime.ray.cluster.probes import free_gpus
 
 
 def detect_cluster(config_dir: Path | None = None) -> Cluster:

@@ -75,7 +75,7 @@ class RayServices:
         while True:
             lost = self.outage().hosts
             is_open = any(
-                _address(each) in self._silent_since for each in self._hosts.values() if each.node_id not in lost
+                _address(host) in self._silent_since for host in self._hosts.values() if host.node_id not in lost
             )
             if not is_open or time.monotonic() > deadline:
                 return [name for name, host in self._hosts.items() if host.node_id in lost]
@@ -107,7 +107,7 @@ def alive_hosts() -> dict[str, bool] | None:
 
     client: Any = ray.get_runtime_context().worker.gcs_client
     try:
-        found = client.get_all_node_info(timeout=_ANSWER_S)
+        nodes = client.get_all_node_info(timeout=_ANSWER_S)
     except ray.exceptions.RpcError:
         return None
-    return {node_id.hex(): node.state == GcsNodeInfo.ALIVE for node_id, node in found.items()}
+    return {node_id.hex(): node.state == GcsNodeInfo.ALIVE for node_id, node in nodes.items()}

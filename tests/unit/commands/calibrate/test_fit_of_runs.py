@@ -83,8 +83,8 @@ def test_the_measured_step_is_the_median_without_the_first() -> None:
     times = StepTimes(planned)
     for seconds in (9.0, 1.0, 3.0, 2.0):
         times.add({"seconds": seconds, "seconds/update": seconds / 2, "reward": 1.0})
-    assert times.step(planned) == {"predicted": planned.prediction.step_seconds, "measured": 2.0}
-    assert times.nodes(planned)["update"]["measured"] == 1.0
+    assert times.step() == {"predicted": planned.prediction.step_seconds, "measured": 2.0}
+    assert times.nodes()["update"]["measured"] == 1.0
 
 
 def test_steps_that_are_generated_together_count_as_one() -> None:
@@ -94,7 +94,7 @@ def test_steps_that_are_generated_together_count_as_one() -> None:
     times = StepTimes(planned)
     for seconds in (99.0, 1.0, 8.0, 2.0, 9.0, 3.0, 12.0):
         times.add({"seconds": seconds})
-    assert times.step(planned)["measured"] == (5.0 + 6.0) / 2
+    assert times.step()["measured"] == (5.0 + 6.0) / 2
 
 
 def test_a_process_is_compared_phase_by_phase() -> None:

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from rlflow.commands.doctor import command
+from rlflow.commands.doctor import command, machine, probes
 from rlflow.commands.doctor import environment as doctor
 from rlflow.commands.doctor.finding import Finding
-from rlflow.runtime.ray.cluster import machine, probes
-from rlflow.runtime.ray.cluster.machine import Device, Machine
+from rlflow.commands.doctor.machine import Device, Machine
+from rlflow.runtime.ray.cluster.machine import gpus_from, gpus_of_this_machine, run_command
 
 # The output of nvidia-smi with --format=csv,noheader,nounits for two of eight GPUs, one in use and one without figures.
 LISTING = """\
@@ -74,13 +74,13 @@ class TestNvidiaSmi:
         tool(tmp_path, "nvidia-smi", "echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18")
         monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
         assert machine.devices() == ([], "Failed to initialize NVML: Driver/library version mismatch")
-        assert machine.gpus_of_this_machine() == []
+        assert gpus_of_this_machine() == []
         assert machine.links() == {}
 
     def test_without_the_driver_there_are_no_gpus(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PATH", str(tmp_path))
         assert machine.devices() == ([], None)
-        assert machine.gpus_of_this_machine() == []
+        assert gpus_of_this_machine() == []
 
     def test_all_of_it(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         script = f"""case "$*" in
@@ -92,9 +92,9 @@ esac"""
         monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
         assert machine.devices() == (machine.devices_from(LISTING, USERS), None)
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        assert machine.gpus_of_this_machine() == ["NVIDIA H100 80GB HBM3", "NVIDIA H200"]
+        assert gpus_of_this_machine() == ["NVIDIA H100 80GB HBM3", "NVIDIA H200"]
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-        assert machine.gpus_of_this_machine() == ["NVIDIA H200"]
+        assert gpus_of_this_machine() == ["NVIDIA H200"]
 
     @pytest.mark.parametrize(
         ("visible", "names"),
@@ -110,22 +110,20 @@ esac"""
     def test_gpus_that_a_process_sees(self, visible: str | None, names: list[str]) -> None:
         gpus = "GPU 0: A (UUID: GPU-1f00)\nGPU 1: B (UUID: GPU-5e00)\nGPU 2: C (UUID: GPU-7a00)\n"
         listing = f"{gpus}No devices were found\n"
-        assert machine.gpus_from(listing, visible) == names
+        assert gpus_from(listing, visible) == names
 
 
 class TestAsking:
     def test_a_command_that_hangs_is_abandoned(self) -> None:
         began = time.monotonic()
-        assert machine.run_command(["sleep", "100"], 0.2).problem == "no answer within 0.2 s"
+        assert run_command(["sleep", "100"], 0.2).problem == "no answer within 0.2 s"
         assert time.monotonic() - began < 5
 
     def test_a_command_that_is_not_there(self) -> None:
-        assert (
-            machine.run_command(["no-such-tool"], 1).problem == "no-such-tool does not start: No such file or directory"
-        )
+        assert run_command(["no-such-tool"], 1).problem == "no-such-tool does not start: No such file or directory"
 
     def test_a_command_that_says_nothing(self) -> None:
-        assert machine.run_command(["false"], 5).problem == "it ended with 1"
+        assert run_command(["false"], 5).problem == "it ended with 1"
 
     @pytest.mark.slow
     def test_a_probe_finds_or_says_why_not(self) -> None:
@@ -315,6 +313,6 @@ def test_the_command(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_probe_prints_json_alone(capfd: pytest.CaptureFixture[str]) -> None:
-    command = [sys.executable, "-m", "rlflow.runtime.ray.cluster.probes", "importing", "json"]
+    command = [sys.executable, "-m", "rlflow.commands.doctor.probes", "importing", "json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert json.loads(done.stdout) == {"found": None, "problem": None}

@@ -20,10 +20,11 @@ from rlflow.commands.doctor import command, gpu
 from rlflow.commands.doctor.checks import numerics, serving, transfers, updates
 from rlflow.commands.doctor.finding import Finding
 from rlflow.commands.doctor.gpu import CHECKS, Check, run_check
+from rlflow.commands.doctor.machine import Device
 from rlflow.engines.causal_lm import attention
 from rlflow.engines.causal_lm import output_layer as head
 from rlflow.resources.models.architecture import Architecture
-from rlflow.runtime.ray.cluster.machine import Device, run_command
+from rlflow.runtime.ray.cluster.machine import run_command
 from tests.unit.engines.causal_lm.test_attention import one_row_after_another
 
 H100 = Device(index=0, name="NVIDIA H100 80GB HBM3", memory_gib=79.6, used_gib=0.0, driver="580.1", processes=0)

@@ -24,8 +24,9 @@ from rlflow.resources.workload import Overlap
 from rlflow.runtime.generation.ahead import AheadGeneration
 from rlflow.runtime.generation.ahead_own_gpus import AheadOnOwnGpus
 from rlflow.runtime.generation.ahead_shared_gpus import AheadOnSharedGpus
+from rlflow.runtime.generation.resampling import RunGraph
+from rlflow.runtime.graph_runner import GraphRunner
 from rlflow.runtime.protocols import Engines
-from rlflow.runtime.step import run_graph
 from tests.helpers import prompts, spec
 from tests.stepwise import MAX_TOKENS, Stepwise, response
 from tests.unit.runtime.ray.test_role_proxy import LAYOUT, Threads, proxy
@@ -113,11 +114,11 @@ class Harness(Engines):
         self["rollout"].engine_group.weights_synced()
         return 0.0
 
-    def ahead(self, graph: Graph = GRAPH, run_graph: Any = run_graph) -> AheadGeneration:
+    def ahead(self, graph: Graph = GRAPH, run_graph: RunGraph | None = None) -> AheadGeneration:
         recipe: Any = SimpleNamespace(overlap=self.overlap, steps=STEPS)
         data: Any = Data()
         form = AheadOnSharedGpus if self.shared else AheadOnOwnGpus
-        return form(graph, graph, recipe, self, data, run_graph, self.sync)
+        return form(graph, recipe, self, data, run_graph or GraphRunner(graph, self).run, self.sync)
 
     def train(self, ahead: AheadGeneration, until: int, delays: Sequence[int] = ()) -> list[dict[str, float]]:
         """Train up to step ``until``; a delay is work of the trainer, during which engines may generate."""
@@ -125,7 +126,7 @@ class Harness(Engines):
         ahead.sync(len(self.trained))
         while (step := len(self.trained)) < until:
             edges: dict[str, Any] = {}
-            metrics.append(ahead.run(self, step, edges, lambda name, output: None)[1])
+            metrics.append(ahead.run(step, edges, lambda name, output: None)[1])
             self.is_training = True
             for _ in range(delays[step] if delays else 0):
                 np.linalg.inv(np.eye(24))
@@ -210,7 +211,7 @@ def test_a_complete_step_is_trained_while_later_ones_are_generated() -> None:
     ahead = harness.ahead()
     ahead.sync(0)
     edges: dict[str, Any] = {}
-    seconds, _ = ahead.run(harness, 0, edges, lambda name, output: None)
+    seconds, _ = ahead.run(0, edges, lambda name, output: None)
     assert not harness.workers.num_preempted
     assert edges["rollouts"].keys[:, 0].tolist() == [0] * BATCH * GENERATE.group_size
     assert seconds["rollouts"] > 0
@@ -269,7 +270,7 @@ def test_a_step_that_is_to_be_skipped_is_skipped_by_a_resumed_run(
     resumed.restore(tmp_path)
     found = resumed._steps[1]
     with pytest.raises(NotFiniteError, match=r"node advantages: 1 of 8 advantages are NaN"):
-        resumed.run(harness, 1, {}, lambda name, output: None)
+        resumed.run(1, {}, lambda name, output: None)
     assert any(each is found for each in judged), "its batch is saved with what the judges say"
     resumed.close()
 
@@ -314,11 +315,12 @@ def test_no_other_node_runs_once_the_run_has_ended() -> None:
     both = Graph(nodes=(NODE, replace(NODE, name="greedy")))
     started: list[str] = []
 
-    def run_closing(graph: Graph, engines: Engines, edges: Any, on_output: Callable[[str, Any], None]) -> None:
+    def run_closing(graph: Graph, edges: Any, on_output: Callable[[str, Any], None]) -> dict[str, float]:
         for node in graph.nodes:
             started.append(node.name)
             ahead.close()
             on_output(node.name, None)
+        return {}
 
     ahead = Harness(Overlap(max_staleness=1)).ahead(both, run_closing)
     with pytest.raises(EngineError, match="the run has ended"):

@@ -21,9 +21,9 @@ from rlflow.nodes.generate import Generate
 from rlflow.nodes.reward_shaping import Divergences
 from rlflow.runtime.generation import partial_results as listening
 from rlflow.runtime.generation.complete_steps import CompleteSteps
+from rlflow.runtime.graph_runner import GraphRunner
 from rlflow.runtime.protocols import Engines, Subscriber
 from rlflow.runtime.ray.role_proxy import RoleProxy
-from rlflow.runtime.step import run_graph
 from tests.helpers import WritingEngine, prompts, rollouts, sequences, spec
 from tests.stepwise import MAX_TOKENS, Dying, Stepwise
 from tests.unit.runtime.ray.test_role_proxy import Threads, proxy
@@ -83,7 +83,8 @@ def graph(max_tokens: int, rewards: Node | None = None, advantages: Node | None 
 
 def outputs(engines: list[Any], of: Graph) -> dict[str, Any]:
     made: dict[str, Any] = {}
-    run_graph(of, InTurn(proxy(Threads(engines), concurrent=True)), {"prompts": GIVEN}, made.__setitem__)
+    runner = GraphRunner(of, InTurn(proxy(Threads(engines), concurrent=True)))
+    runner.run(of, {"prompts": GIVEN}, made.__setitem__)
     return made
 
 

@@ -6,6 +6,7 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -24,7 +25,6 @@ from rlflow.report.records import MetricsWriter
 from rlflow.runtime.generation.resampling import ResamplingRounds
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.run import run
-from rlflow.runtime.step import run_graph
 from tests.conftest import CONFIG_DIR
 from tests.helpers import load, metrics_of, spec
 
@@ -106,7 +106,9 @@ def test_the_first_prompts_that_differ_are_trained_on(trained: list[Minibatch], 
 def test_as_many_as_are_missing_take(answered: int, found: int, count: int) -> None:
     """A round for a batch of 100 has at least a quarter of it."""
     plan = plan_of("begins_low")
-    assert ResamplingRounds(plan.graph, 100, data_of(plan), run_graph)._round_size(answered, found) == count
+    assert (
+        ResamplingRounds(resampled_nodes(plan.graph), 100, data_of(plan), Mock())._round_size(answered, found) == count
+    )
 
 
 @pytest.mark.slow

@@ -8,12 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from rlflow.engines.base import Sampling
 from rlflow.runtime.generation.engine_state import Capacity
 from rlflow.runtime.generation.length_model import LengthModel
 from rlflow.runtime.generation.scheduler import Scheduler
 
 Ints = NDArray[np.int64]
 GROUP = 4
+SAMPLING = Sampling(max_tokens=100, group_size=4)
 
 
 def drain(
@@ -73,9 +75,8 @@ def drain(
 
 def scheduler(prompts: int, ranks: int, max_tokens: int, room: Capacity, before: Ints | None = None) -> Scheduler:
     expected = None if before is None else before.astype(np.float64)
-    return Scheduler(
-        np.full(prompts, 5), GROUP, max_tokens, dict.fromkeys(range(ranks), room), previous_lengths=expected
-    )
+    sampling = Sampling(max_tokens=max_tokens, group_size=GROUP)
+    return Scheduler(np.full(prompts, 5), sampling, dict.fromkeys(range(ranks), room), previous_lengths=expected)
 
 
 @pytest.mark.slow
@@ -164,7 +165,7 @@ def test_the_shortest_preempted_sample_resumes_first() -> None:
 
 def test_earlier_steps_start_first_and_leave_last() -> None:
     """Groups of step 7 are rows 0 to 3 and 8 to 11; with room for ten, two samples of step 8 fill the rest."""
-    made = Scheduler(np.array([5, 5, 5]), 4, 100, {0: Capacity(10, 280)}, steps=np.array([7, 8, 7]))
+    made = Scheduler(np.array([5, 5, 5]), SAMPLING, {0: Capacity(10, 280)}, steps=np.array([7, 8, 7]))
     rows = made.assign()[0]
     assert sorted(rows[:8]) == [0, 1, 2, 3, 8, 9, 10, 11]
     assert all(4 <= row < 8 for row in rows[8:])
@@ -271,7 +272,7 @@ def test_what_ended_in_an_earlier_step_tells_of_its_group() -> None:
     short responses is higher.
     """
     done = np.array([5, 5, 5, 0, 90, 90, 90, 0])
-    made = Scheduler(np.array([1, 1]), 4, 100, {0: Capacity(8, 10_000)}, rows=np.array([3, 7]), initial_lengths=done)
+    made = Scheduler(np.array([1, 1]), SAMPLING, {0: Capacity(8, 10_000)}, rows=np.array([3, 7]), initial_lengths=done)
     short, long = made._length_model.factors
     assert short > long > 1
 

@@ -17,11 +17,11 @@ from rlflow.engines.base import Sleeps
 from rlflow.engines.memory import TunableEngine
 from rlflow.engines.registry import engine_kind
 from rlflow.resources.layout import Bundle
+from rlflow.runtime.graph_runner import GraphRunner
 from rlflow.runtime.protocols import Workers
 from rlflow.runtime.ray.engine_set import RayEngines
-from rlflow.runtime.ray.gpu_turns import GpuTurns, gpu_neighbors, replaced_roles, sleeping_roles
-from rlflow.runtime.ray.role_proxy import RoleProxy
-from rlflow.runtime.step import run_graph, sync_followers
+from rlflow.runtime.ray.gpu_turns import GpuTurns, gpu_neighbors, sleeping_roles
+from rlflow.runtime.training import sync_followers
 from tests.helpers import load
 
 
@@ -32,6 +32,7 @@ class Spy:
     role: str
     gpus: set[Bundle]
     log: list[str]
+    concurrent = False
     beside: "list[Spy]" = field(default_factory=list)
     sleeper: bool = False
     cached: bool = True
@@ -99,7 +100,11 @@ class Spy:
 class Work:
     """An operation that lets its role work, whatever it gets."""
 
-    reads_tokens: bool = False
+    unit = "batch"
+    reads_tokens = False
+
+    def new_state(self) -> None:
+        return None
 
     def run(self, engine: Any = None, **inputs: Any) -> None:
         if engine is not None:
@@ -114,11 +119,12 @@ def spies(plan: Plan) -> Iterator[tuple[RayEngines, Mapping[str, Spy], list[str]
     for spy in found.values():
         spy.beside = [other for other in found.values() if other is not spy and other.gpus & spy.gpus]
         spy.sleeper = bool(spy.beside) and plan.roles[spy.role].layout.sleeps
-    turns = GpuTurns(found, gpu_neighbors(plan), sleeping_roles(plan), replaced_roles(plan))
+    workers: Any = found
+    engines = RayEngines(plan, Path(), workers, Mock(), Mock(), Mock(), Mock())
     for role in plan.roles:
-        turns.release(role)
-    proxies = {role: RoleProxy(role, found[role], plan.roles[role].layout, False, turns) for role in plan.roles}
-    yield RayEngines(proxies, {}, Mock(), Mock(), Path(), turns, plan, Mock(), Mock()), found, log
+        engines._turns.started(role)
+        engines._turns.release(role)
+    yield engines, found, log
 
 
 def working(graph: Graph) -> Graph:
@@ -141,11 +147,12 @@ def test_caches_are_released_at_every_hand_over(recipe: str, cluster: str, overr
     plan = rlflow.compile(load(f"recipe={recipe}", *overrides), cluster)
     with spies(plan) as (engines, found, log):
         assert any(spy.beside for spy in found.values()), "nothing to see: no role shares its GPUs"
+        graph = working(plan.graph)
         sync_followers(plan, engines, version=0)
         for step in range(1, 4):
             log.clear()
             engines["rollout"].save(Path("an evaluation"))
-            run_graph(working(plan.graph), engines, {}, ends_step=True)
+            GraphRunner(graph, engines).run(graph, {}, ends_step=True)
             sync_followers(plan, engines, version=step)
         # Every role beside another one releases memory in every step.
         given_up = {line.partition(" ")[0] for line in log if line.partition(" ")[2] in GIVE_UP}

@@ -16,9 +16,9 @@ from rlflow.resources.layout import Worker
 from rlflow.runtime import local
 from rlflow.runtime.objects.budget import Budget
 from rlflow.runtime.objects.results import StoreCalls
-from rlflow.runtime.ray.cluster import machine, probes
+from rlflow.runtime.ray.cluster import machine
 from rlflow.runtime.ray.cluster.binding import BoundPlan
-from rlflow.runtime.ray.cluster.machine import Device, listed_gpus
+from rlflow.runtime.ray.cluster.machine import listed_gpus
 from rlflow.runtime.ray.role_workers import RoleWorkers
 from tests.helpers import load
 from tests.unit.runtime.ray.cluster.test_binding import live
@@ -31,38 +31,6 @@ GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-5d5ba0d6-d33d-2b2c-524d-9e3d8d2b8a77)
 GPU 1: NVIDIA A100-SXM4-40GB (UUID: GPU-fcf41002-68b6-5900-d7d1-74026173bb44)
 """
 WHOLE = "NVIDIA A100-SXM4-40GB"
-CSV = f"""\
-0, GPU-5d5ba0d6-d33d-2b2c-524d-9e3d8d2b8a77, {WHOLE}, 40960, 249, 535.129.03
-1, GPU-fcf41002-68b6-5900-d7d1-74026173bb44, {WHOLE}, 40960, 4, 535.129.03
-"""
-# The part that is read of the output of nvidia-smi -q -x on the same host.
-DETAILS = """\
-<?xml version="1.0" ?>
-<!DOCTYPE nvidia_smi_log SYSTEM "nvsmi_device_v12.dtd">
-<nvidia_smi_log>
-	<driver_version>535.129.03</driver_version>
-	<gpu id="00000000:07:00.0">
-		<fb_memory_usage><total>40960 MiB</total><used>249 MiB</used></fb_memory_usage>
-		<mig_devices>
-			<mig_device>
-				<index>0</index>
-				<gpu_instance_id>1</gpu_instance_id>
-				<fb_memory_usage><total>20096 MiB</total><used>107 MiB</used></fb_memory_usage>
-			</mig_device>
-			<mig_device>
-				<index>1</index>
-				<gpu_instance_id>5</gpu_instance_id>
-				<fb_memory_usage><total>N/A</total><used>N/A</used></fb_memory_usage>
-			</mig_device>
-		</mig_devices>
-	</gpu>
-	<gpu id="00000000:0F:00.0">
-		<mig_devices>
-			None
-		</mig_devices>
-	</gpu>
-</nvidia_smi_log>
-"""
 
 
 class TestSlices:
@@ -98,34 +66,6 @@ class TestSlices:
         file.write_text(f"memory_gib: 19.6\ndevice_name: {WHOLE} MIG 3g.20gb\nsource: measured\n")
         (host,) = cluster_of_hosts({"host-0": machine.gpus_from(LISTING, "0")}, tmp_path).hosts
         assert (host.gpus, host.gpu) == (1, "a100_slice")
-
-    def test_each_has_its_own_memory(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        texts = {"listing": LISTING, "csv": CSV, "details": DETAILS}
-        for name, text in texts.items():
-            (tmp_path / name).write_text(text)
-        tool = tmp_path / "nvidia-smi"
-        tool.write_text(
-            f"""#!/bin/sh
-case "$*" in
-  -L) cat {tmp_path}/listing;;
-  --query-gpu=*) cat {tmp_path}/csv;;
-  "-q -x") cat {tmp_path}/details;;
-esac
-"""
-        )
-        tool.chmod(0o755)
-        monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-        found, problem = machine.devices()
-        assert problem is None
-        assert found == [
-            Device(0, f"{WHOLE} MIG 3g.20gb", 20096 / 1024, 107 / 1024, "535.129.03", 0, slice=0),
-            Device(0, f"{WHOLE} MIG 2g.10gb", None, None, "535.129.03", 0, slice=1),
-            Device(1, WHOLE, 40.0, 4 / 1024, "535.129.03", 0),
-        ]
-
-    def test_without_details_the_memory_is_unknown(self) -> None:
-        found = machine.with_slices(machine.devices_from(CSV, ""), listed_gpus(LISTING), "")
-        assert [device.memory_gib for device in found] == [None, None, 40.0]
 
 
 def role_workers() -> tuple[RoleWorkers, Worker]:
@@ -178,13 +118,3 @@ class TestNumbers:
         monkeypatch.setattr(local, "build", built)
         with local.LocalRuntime().start(plan, plan.recipe.models, tmp_path):
             assert set(orders) == {"PCI_BUS_ID"}
-
-    def test_probes(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The process of a probe counts like nvidia-smi, whatever this one does."""
-        orders: list[str | None] = []
-        monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
-        monkeypatch.setattr("sys.argv", ["probes", "cuda"])
-        monkeypatch.setitem(probes.PROBES, "cuda", lambda: orders.append(os.environ["CUDA_DEVICE_ORDER"]))
-        monkeypatch.setattr(os, "_exit", lambda code: None)
-        probes.main()
-        assert orders == ["PCI_BUS_ID"]

@@ -10,8 +10,8 @@ from rlflow.compiler.graph import Graph, GraphNode
 from rlflow.engines.fake import FakeEngine
 from rlflow.errors import EngineError
 from rlflow.nodes.scoring import ScoreLogprobs
+from rlflow.runtime.graph_runner import GraphRunner
 from rlflow.runtime.protocols import Engines
-from rlflow.runtime.step import run_graph
 from tests.helpers import rollouts, sequences, spec
 
 GIVEN = rollouts(sequences((3, 2), ((4, 1), (2, 2))))
@@ -58,7 +58,7 @@ def graph(*roles: str) -> Graph:
 
 def run(engines: Apart, of: Graph) -> tuple[dict[str, Any], dict[str, float]]:
     outputs: dict[str, Any] = {}
-    seconds = run_graph(of, engines, {"rollouts": GIVEN}, outputs.__setitem__, ends_step=True)
+    seconds = GraphRunner(of, engines).run(of, {"rollouts": GIVEN}, outputs.__setitem__, ends_step=True)
     return outputs, seconds
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from rlflow.errors import RecipeError
 from rlflow.recipe.compose import cluster_of_hosts
-from rlflow.runtime.ray.cluster import probes
-from rlflow.runtime.ray.cluster.probes import none_free, select_free
+from rlflow.runtime.ray.cluster import free_gpus
+from rlflow.runtime.ray.cluster.free_gpus import none_free, select_free
 from tests.unit.runtime.ray.cluster.test_binding import live
 
 LISTING = "GPU 0: X (UUID: GPU-1)\nGPU 1: Y (UUID: GPU-2)\n"
@@ -43,7 +43,7 @@ def test_none_free() -> None:
 
 
 def test_without_ray_the_gpus_that_this_process_sees(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probes, "running_ray", lambda: None)
+    monkeypatch.setattr(free_gpus, "running_ray", lambda: None)
     monkeypatch.setattr("rlflow.runtime.ray.cluster.machine.gpu_listing", lambda: LISTING)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert probes.free_gpus() == {"host-0": ["Y"]}
+    assert free_gpus.free_gpus() == {"host-0": ["Y"]}

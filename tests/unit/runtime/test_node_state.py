@@ -10,17 +10,17 @@ from rlflow.nodes.base import Node
 from rlflow.nodes.kl import adapted_coefficient
 from rlflow.nodes.policy_update import PolicyUpdate
 from rlflow.nodes.reward_shaping import Divergences, KlPenalty
-from rlflow.runtime.bound_node import BoundNode
 from rlflow.runtime.local import LocalRuntime
+from rlflow.runtime.node_state import NodeState
 from rlflow.runtime.run import run
 from tests.conftest import CONFIG_DIR
 from tests.helpers import load, rollouts, sequences
 
 
-def bound(node: Node) -> BoundNode:
+def state_of(node: Node) -> NodeState:
     state = node.new_state()
     assert state is not None
-    return BoundNode(node, state)
+    return NodeState(state)
 
 
 OVERRIDES = ["recipe=real", "graph.update.kl_coef=0.1", "graph.update.kl_target=0.002"]
@@ -65,22 +65,23 @@ def test_a_run_that_is_resumed_has_the_same_coefficients(tmp_path: Path) -> None
 
 
 def test_nothing_trained_on_leaves_the_coefficient() -> None:
-    node = bound(PolicyUpdate(kl_coef=0.1, kl_target=2.0))
+    node = PolicyUpdate(kl_coef=0.1, kl_target=2.0)
+    state = state_of(node)
     none = RolloutAdvantages(values=Repeated(np.array([np.nan], np.float32), np.array([3])))
     given = rollouts(sequences([2], [[3]]))
-    assert node.run(engine=None, rollouts=given, advantages=none).values == {"skipped": 1}
-    assert node.state_metrics() == {"kl_coef": 0.1}
+    assert state.run(node, engine=None, rollouts=given, advantages=none).values == {"skipped": 1}
+    assert state.metrics() == {"kl_coef": 0.1}
 
 
 def test_a_coefficient_in_the_reward(tmp_path: Path) -> None:
     """The target is compared with the divergence of a whole response."""
     penalty = KlPenalty(kl_coef=0.1, kl_target=2.0)
-    node = bound(penalty)
+    state = state_of(penalty)
     rewards = Rewards(values=np.ones(2, np.float32))
     for kl, expected in (([10.0, 20.0], [0.0, -1.0]), ([1.0, 1.0], [1 - 0.102, 1 - 0.102])):
-        output = node.run(rewards=rewards, kl=Divergences(values=np.array(kl, np.float32)))
+        output = state.run(penalty, rewards=rewards, kl=Divergences(values=np.array(kl, np.float32)))
         assert output.values == pytest.approx(expected)
-    node.save(tmp_path)
-    other = bound(penalty)
+    state.save(tmp_path)
+    other = state_of(penalty)
     other.restore(tmp_path)
-    assert other.state_metrics()["kl_coef"] == pytest.approx(0.102 * 0.98)
+    assert other.metrics()["kl_coef"] == pytest.approx(0.102 * 0.98)

@@ -7,15 +7,15 @@ import pytest
 
 import rlflow
 from rlflow.batch import Logprobs, Repeated, Rewards, RolloutAdvantages, Rollouts, TokenAdvantages
-from rlflow.compiler.graph import GraphNode
+from rlflow.compiler.graph import Graph, GraphNode
 from rlflow.engines.torch import TorchEngine
 from rlflow.errors import EngineError, GraphError
 from rlflow.nodes.advantages import GreedyAdvantage, GroupAdvantage
 from rlflow.nodes.base import Node
 from rlflow.nodes.policy_update import PolicyUpdate
 from rlflow.recipe import Optimizer
+from rlflow.runtime.graph_runner import GraphRunner
 from rlflow.runtime.protocols import Engines
-from rlflow.runtime.step import run_node
 from tests.helpers import load, rollouts, sequences, spec
 
 WRITTEN = rollouts(sequences([2, 3], [[1, 2, 3], [4]]))
@@ -36,9 +36,8 @@ class LeaveOneOut(Node, kind="finite_leave_one_out", unit="group"):
 def run(node: Node, rewards: list[float], **more: object) -> RolloutAdvantages:
     inputs = {name: name for name in ("rollouts", "rewards", *more)}
     edges = {"rollouts": WRITTEN, "rewards": Rewards(values=np.array(rewards, np.float32)), **more}
-    output: RolloutAdvantages = run_node(
-        GraphNode(name="advantages", operation=node, role=None, inputs=inputs), Engines(), edges
-    )
+    graph = Graph(nodes=(GraphNode(name="advantages", operation=node, role=None, inputs=inputs),))
+    output: RolloutAdvantages = GraphRunner(graph, Engines()).run_node(graph.nodes[0], edges)
     return output
 
 
