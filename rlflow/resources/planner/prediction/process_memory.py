@@ -81,8 +81,7 @@ def _role_on_cpu(demand: Demand, workload: Workload, placement: RolePlacement) -
     if demand.architecture is None:
         return None
     tasks, layout = workload.of(demand.role), placement.layout
-    kinds: dict[str, Phase] = {"generate": "generate", "score": "score", "update": "update"}
-    phases = {kinds[task.kind] for task in tasks if task.kind in kinds}
+    phases: set[Phase] = {task.kind for task in tasks if task.kind != "host"}
     if any(demand.role == sync.target for sync in workload.copies):
         phases.add("sync")
     workers = layout.data_parallel_size
