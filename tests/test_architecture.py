@@ -19,6 +19,8 @@ MODULES = {
     ".".join(("rlflow", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): path
     for path in FILES
 }
+# The only files that use private names of libraries.
+COMPAT = PACKAGE / "system" / "compat"
 
 # The rooms in their order: each imports only rooms before it, and itself.
 ROOMS = ["_version", "errors", "plugins", "extras", "schema", "system", "resources", "batch", "recipe", "engines"]
@@ -31,6 +33,9 @@ PARTS_OF_PLANNER += ["search"]
 # The parts of runtime in their order; all its other files come last, and may import every part.
 PARTS_OF_RUNTIME = ["protocols", "objects", "generation", "weights", "ray"]
 MODEL_LIBRARIES = {"torch", "transformers", "peft", "vllm", "deepspeed", "datasets", "safetensors", "tokenizers"}
+# Names that a library does not document. vLLM's engine (v1) and its reloading of layers are internal too.
+PRIVATE = re.compile(r"\._(?!_)|\.vllm\.v1\b|\.layerwise\b")
+OWN = {"rlflow", "__future__", "_thread"}
 # Imported by engines when they are built, never before.
 LAZY = {
     "engines/causal_lm/attention.py",
@@ -128,13 +133,36 @@ def test_model_libraries_are_imported_when_needed() -> None:
         at_the_top = {module.split(".")[0] for module in runtime_imports(tree_of(path))} & MODEL_LIBRARIES
         anywhere = {module.split(".")[0] for module in imports(tree_of(path))} & {"ray"}
         name = str(path.relative_to(PACKAGE))
-        heavy[name] = (set() if name in LAZY else at_the_top) | (set() if room(path) == "runtime" else anywhere)
+        may_use_ray = room(path) == "runtime" or path.is_relative_to(COMPAT)
+        heavy[name] = (set() if name in LAZY else at_the_top) | (set() if may_use_ray else anywhere)
     assert {name: libraries for name, libraries in heavy.items() if libraries} == {}
 
 
 def test_only_what_reads_recipes_sees_omegaconf() -> None:
-    seeing = {room(p) for p in FILES if any(n.split(".")[0] == "omegaconf" for n in imports(tree_of(p)))}
-    assert seeing == {"recipe", "commands"}
+    readers = [path for path in FILES if any(name.split(".")[0] == "omegaconf" for name in imports(tree_of(path)))]
+    assert {room(path) for path in readers if not path.is_relative_to(COMPAT)} == {"recipe", "commands"}
+
+
+def test_private_names_of_libraries_are_used_in_one_place() -> None:
+    """An upgrade of a library then breaks one file, whose contract test says which name it is."""
+    wrong = []
+    for path in FILES:
+        if path.is_relative_to(COMPAT):
+            continue
+        for node in ast.walk(tree_of(path)):
+            line = f"{path.relative_to(PACKAGE)}:{getattr(node, 'lineno', 0)}"
+            modules = [name for name in imported_names(node) if name.split(".")[0] not in OWN]
+            wrong += [f"{line}: {module}" for module in modules if PRIVATE.search(f".{module}")]
+        wrong += [f"{path.relative_to(PACKAGE)}: {name}" for name in foreign_private_names(tree_of(path))]
+    assert wrong == [], "give these a function in rlflow/system/compat and a line in tests/contract/test_compat.py"
+
+
+def foreign_private_names(tree: ast.Module) -> Iterator[str]:
+    """Yield the private attributes that no code of the same file defines, such as ``torch._C``."""
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and PRIVATE.search(f".{node.attr}")]
+    mine = {node.attr for node in nodes if ast.unparse(node.value) in ("self", "cls", "super()")}
+    mine |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    yield from (ast.unparse(node) for node in nodes if node.attr not in mine and ast.unparse(node) != "os._exit")
 
 
 def test_sizes() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from rlflow.engines.base import EngineSpec
 from rlflow.errors import EngineError
 from rlflow.system import host_memory
+from rlflow.system.compat.torch import allocator_settings, set_allocator_settings
 
 # torch reads the first of these that is set. vLLM reads them in another order, so rlflow keeps only the last one.
 VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -211,18 +212,16 @@ def forbid_expandable_segments() -> None:
 @contextmanager
 def without_expandable_segments() -> Iterator[None]:
     """Allocate GPU memory in plain segments, which other processes can open by CUDA IPC."""
-    import torch
-
-    before: str = torch._C._accelerator_getAllocatorSettings()
+    before = allocator_settings()
     if _OPTION not in before:
         yield
         return
     # torch resets every option that new settings do not name, so the others are written again.
-    torch._C._accelerator_setAllocatorSettings(set_expandable_segments(before, False))
+    set_allocator_settings(set_expandable_segments(before, False))
     try:
         yield
     finally:
-        torch._C._accelerator_setAllocatorSettings(before)
+        set_allocator_settings(before)
 
 
 def set_expandable_segments(settings: str, enabled: bool) -> str:

@@ -28,6 +28,7 @@ from rlflow.engines.serving.settings import (
 )
 from rlflow.engines.serving.weights import ExpectedWeights, adapter_folder, write_shared_files
 from rlflow.errors import EngineError, UserError, first_line
+from rlflow.system.compat.vllm import kernels_are_loaded, replace_logprobs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -253,21 +254,18 @@ class VllmEngine(SessionEngine):
 def _check_package() -> None:
     """Raise ImportError if vLLM's compiled kernels do not load with the installed torch; vLLM itself only warns."""
     import torch
-    from vllm.platforms import current_platform
 
-    current_platform.import_kernels()
-    if not hasattr(torch.ops._C, "rms_norm"):
+    if not kernels_are_loaded():
         raise ImportError(f"its compiled kernels do not load with torch {torch.__version__}")
 
 
 def _start_vllm(arguments: dict[str, Any]) -> Any:
+    from vllm import LLMEngine
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.engine.llm_engine import LLMEngine
-    from vllm.v1.engine.logprobs import LogprobsProcessor
 
     engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
     _on_ranks(engine, "prepare_sampler")
-    LogprobsProcessor.update_from_output = _append_logprobs
+    replace_logprobs(_append_logprobs)
     return engine
 
 

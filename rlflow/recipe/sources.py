@@ -6,20 +6,17 @@ Hydra calls the functions that ``hydra.callbacks`` and ``hydra.launcher`` name b
 
 import builtins
 import re
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
-from hydra._internal.core_plugins import file_config_source, importlib_resources_config_source
-from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.object_type import ObjectType
-from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import DictConfig, OmegaConf
 
 from rlflow.errors import FileError, RecipeError
 from rlflow.recipe.yaml_files import parse_yaml, read_text
+from rlflow.system.compat import hydra
 
 _HEADER = 512  # as many characters as Hydra reads for the header of a file
 _HYDRA, _TARGET = "hydra", "_target_"
@@ -29,7 +26,7 @@ _COMMAND_LINE_ONLY = {"plan", "resume", "calibration"}
 
 # The next two have the names of Hydra's own classes. A launcher's process takes over the sources of the process that
 # started it, and then looks for plugins: Hydra refuses a class of another name for the same kind of source.
-class FileConfigSource(file_config_source.FileConfigSource):
+class FileConfigSource(hydra.FileConfigSource):
     """A folder of configuration files, which are checked when they are read."""
 
     trusted_file: ClassVar[Path]
@@ -41,7 +38,7 @@ class FileConfigSource(file_config_source.FileConfigSource):
         return _load(self, config_path, read_text(path), display_path(path), is_checked=is_checked)
 
 
-class ImportlibResourcesConfigSource(importlib_resources_config_source.ImportlibResourcesConfigSource):
+class ImportlibResourcesConfigSource(hydra.ImportlibResourcesConfigSource):
     """Configuration files in an installed package (``pkg://``), which are checked unless they are Hydra's own."""
 
     def load_config(self, config_path: str) -> ConfigResult:
@@ -90,15 +87,12 @@ class RecipeFileSource(ConfigSource):
 
 def register() -> None:
     """Make Hydra read every configuration file through this module."""
-    Plugins.instance()  # registers Hydra's own sources, which are replaced here
-    SourcesRegistry.instance().types |= {"file": FileConfigSource, "pkg": ImportlibResourcesConfigSource}
+    hydra.replace_sources({"file": FileConfigSource, "pkg": ImportlibResourcesConfigSource})
 
 
 def circular_defaults_error(error: RecursionError) -> RecipeError:
     """Return the error for defaults that include each other, with the files in the order that Hydra read them."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    nodes = [frame.f_locals["root"].node for frame in frames if frame.f_code.co_name == "_create_defaults_tree_impl"]
-    names = [node.get_config_path() for node in nodes if not node.is_virtual()]
+    names = hydra.nested_defaults(error)
     repeated = next((index for index, name in enumerate(names) if name in names[:index]), None)
     if repeated is None:
         return RecipeError("recipe", "is nested too deeply", fix="use fewer levels")
@@ -110,7 +104,7 @@ def circular_defaults_error(error: RecursionError) -> RecipeError:
 
 def _load(source: ConfigSource, config_path: str, text: str, file: str, *, is_checked: bool = True) -> ConfigResult:
     try:
-        header = ConfigSource._get_header_dict(text[:_HEADER])
+        header = hydra.header_of(text[:_HEADER])
     except ValueError as error:
         raise FileError(f"{file}:1", str(error).rstrip("."), fix="write '# @package _global_'") from None
     config = parse_yaml(text, file)

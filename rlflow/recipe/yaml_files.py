@@ -6,10 +6,10 @@ from typing import Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
-from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 
 from rlflow.errors import FileError, first_line
+from rlflow.system.compat.omegaconf import yaml_loader
 
 # The largest recipe of rlflow has 3 KB and 150 values. Hydra copies every value several times, so a file of a few
 # hundred bytes whose aliases expand to millions of values would keep it busy for minutes.
@@ -66,7 +66,7 @@ def parse_yaml(text: str, file: str) -> DictConfig:
     """Return the mapping in ``text``, the content of ``file``. Raises FileError."""
     try:
         _check_size(text, file)
-        loader = get_yaml_loader()(text)
+        loader = yaml_loader(text)
         node = loader.get_single_node()
         if node is None:
             return OmegaConf.create()

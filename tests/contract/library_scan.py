@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.conftest import ROOT
 
 LIBRARIES = ("vllm", "deepspeed", "transformers", "peft", "ray")
-_LLM_ENGINE = "vllm.v1.engine.llm_engine.LLMEngine"
+_LLM_ENGINE = "vllm.LLMEngine"
 _WORKER = "vllm.v1.worker.gpu_worker.Worker"
 _MODEL, _TOKENIZER = "transformers.PreTrainedModel", "transformers.PreTrainedTokenizerBase"
 _SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
@@ -34,7 +34,6 @@ OBJECTS: Mapping[str, Mapping[str, str]] = {
     "engines/serving/batching.py": {
         "engine": _LLM_ENGINE,
         "engine.output_processor": "vllm.v1.engine.output_processor.OutputProcessor",
-        "state": "vllm.v1.engine.output_processor.RequestState",
     },
     "engines/serving/activity.py": {
         "scheduler": _SCHEDULER,
@@ -49,12 +48,13 @@ OBJECTS: Mapping[str, Mapping[str, str]] = {
         "model": "vllm.model_executor.models.qwen2.Qwen2ForCausalLM",
         "sample": "vllm.v1.worker.gpu.sample.sampler.Sampler._sample_random",
     },
-    "engines/deepspeed.py": {"self._engine": _DEEPSPEED},
-    "engines/sharded/trained_state.py": {
-        "zero": "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer",
-        "zero3": "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3",
-        "fragment": "deepspeed.utils.tensor_fragment",
+    "system/compat/vllm.py": {
+        "scheduler": _SCHEDULER,
+        "state": "vllm.v1.engine.output_processor.RequestState",
+        "model": "vllm.model_executor.models.qwen2.Qwen2ForCausalLM",
     },
+    "engines/deepspeed.py": {"self._engine": _DEEPSPEED},
+    "engines/sharded/trained_state.py": {"zero3": "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"},
 }
 """The library's class behind an expression, in a folder or a file of rlflow."""
 

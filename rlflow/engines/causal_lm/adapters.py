@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 from rlflow.engines.base import EngineSpec
 from rlflow.errors import RecipeError
 from rlflow.resources.models.lora import Lora
+from rlflow.system.compat.peft import set_adapters_disabled
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,14 +75,11 @@ def without_adapters(model: "PreTrainedModel") -> Iterator[None]:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
-    # peft's own switch clears requires_grad of the adapters, to which DeepSpeed attaches its gradient hooks.
-    for layer in layers:
-        layer._disable_adapters = True
+    set_adapters_disabled(layers, True)
     try:
         yield
     finally:
-        for layer in layers:
-            layer._disable_adapters = False
+        set_adapters_disabled(layers, False)
 
 
 def trained_weights(weights: Mapping[str, Value], lora: Lora | None) -> dict[str, Value]:

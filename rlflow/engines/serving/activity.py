@@ -7,6 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from rlflow.system.compat.vllm import count_preemptions
+
 _INTERVAL_S = 1.0
 
 
@@ -47,13 +49,10 @@ class ActivityRecorder:
         self._tokens_before = 0
         self._preemptions = 0
         if self._scheduler is not None:
-            preempt = self._scheduler._preempt_request
+            count_preemptions(self._scheduler, self._count_preemption)
 
-            def count_and_preempt(*arguments: Any, **named: Any) -> Any:
-                self._preemptions += 1
-                return preempt(*arguments, **named)
-
-            self._scheduler._preempt_request = count_and_preempt
+    def _count_preemption(self) -> None:
+        self._preemptions += 1
 
     def resume(self) -> None:
         """Start a new interval, after time without work."""

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from rlflow.engines.group_progress import NO_RESPONSE, PartialResponse
 from rlflow.engines.serving.activity import ActivityRecorder, EngineActivity, find_core
 from rlflow.errors import EngineError, first_line
+from rlflow.system.compat.vllm import partial_output
 
 Result = TypeVar("Result")
 
@@ -288,8 +289,6 @@ def _is_idle(engine: Any) -> bool:
 
 def partial_outputs(engine: Any, names: Collection[str]) -> list[Any]:
     """Return vLLM's RequestOutputs of unfinished requests, as if they had finished."""
-    from vllm.v1.engine import FinishReason
-
     states = engine.output_processor.request_states.values()
     unfinished = [state for state in states if state.external_req_id in names]
-    return [state.make_request_output([], None, FinishReason.ABORT, None) for state in unfinished]
+    return [partial_output(state) for state in unfinished]

@@ -12,6 +12,7 @@ from typing import Any
 from rlflow.engines import times
 from rlflow.engines.serving.weights import SharedFile
 from rlflow.errors import first_line
+from rlflow.system.compat import vllm
 
 
 class WorkerExtension:
@@ -31,7 +32,7 @@ class WorkerExtension:
         if not self.vllm_config.use_v2_model_runner:
             runner.sampler.topk_topp_sampler.forward = partial(_sample, runner)
         elif runner.sampler is not None:  # only the last pipeline stage samples
-            runner.sampler._sample_random = partial(_sample_on_gpu, runner.sampler._sample_random)
+            vllm.wrap_random_sampling(runner.sampler, lambda sample: partial(_sample_on_gpu, sample))
 
     def attempt(self, method: str, *arguments: Any, **named: Any) -> tuple[Exception | None, Any]:
         """Call a method of the worker; return the error that it raised, and its result.
@@ -55,18 +56,11 @@ class WorkerExtension:
 
     def begin_reload(self) -> None:
         """Prepare for new weights, and clean up what a failed weight sync has left."""
-        from vllm.model_executor.model_loader.reload import layerwise
-
         model = self.model_runner.get_model()
-        for layer in model.modules():
-            info = layerwise.get_layerwise_info(layer)
-            if info.can_load():
-                if info.kernel_tensors is not None:
-                    layerwise._place_kernel_tensors(layer, info)
-                info.reset()
+        vllm.undo_reload(model)
         self._rlflow_missing = {name for name, _ in model.named_parameters()}
         with self._rlflow_config():
-            layerwise.initialize_layerwise_reload(model)
+            vllm.begin_reload(model)
 
     def reload_weights_part(self, weights: Any) -> None:
         """Load some of the weights, named as in the model's files. vLLM keeps each one until its layer is complete."""
@@ -78,10 +72,8 @@ class WorkerExtension:
 
     def finish_reload(self) -> Sequence[str]:
         """Finish the reload, and return the names of vLLM's parameters that got no new values."""
-        from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload
-
         with self._rlflow_config():
-            finalize_layerwise_reload(self.model_runner.get_model(), self.vllm_config.model_config)
+            vllm.finish_reload(self.model_runner.get_model(), self.vllm_config.model_config)
         return sorted(self._rlflow_missing)
 
     def _rlflow_config(self) -> Any:
@@ -96,7 +88,6 @@ def _sample(runner: Any, logits: Any, generators: Any, k: Any, p: Any) -> tuple[
     vLLM draws once from the generator of each request, one after another; here generators only hold the seeds.
     """
     import torch
-    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
     # Logprobs come first, because the cut overwrites the logits.
     logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
@@ -105,7 +96,7 @@ def _sample(runner: Any, logits: Any, generators: Any, k: Any, p: Any) -> tuple[
     positions = torch.from_numpy(runner.input_batch.num_tokens_no_spec[: len(seeds)])
     # The kernel hashes its keys, so those of neighbouring positions may be neighbours.
     keys = torch.tensor(seeds) + positions
-    return torch.ops._C.fused_gumbel_argmax(apply_top_k_top_p(logits, k, p), keys), logprobs
+    return vllm.draw_tokens(vllm.cut_logits(logits, k, p), keys), logprobs
 
 
 def _sample_on_gpu(sample: Any, logits: Any, *inputs: Any) -> Any:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlflow.engines.base import EngineSpec
 from rlflow.engines.causal_lm.pretrained import load_model
+from rlflow.system.compat.transformers import zero3_loaded_by, zero3_loaders
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,9 +67,8 @@ def _zero3_loading(config: dict[str, Any]) -> Iterator[None]:
 def _layer_by_layer() -> Iterator[None]:
     """Make ``from_pretrained`` load a ZeRO-3 model layer by layer; every rank calls it at the same time."""
     import torch
-    from transformers import modeling_utils
 
-    read_file, load_all = modeling_utils.load_state_dict, modeling_utils._load_state_dict_into_zero3_model
+    read_file, load_all = zero3_loaders()
 
     def list_entries(path: Any, **options: Any) -> Mapping[str, Unread]:
         """Return the entries of a file without reading them; files of other formats are mapped, and read on use."""
@@ -92,13 +92,8 @@ def _layer_by_layer() -> Iterator[None]:
             missing &= still_missing
         return errors, missing
 
-    modeling_utils.load_state_dict = list_entries
-    modeling_utils._load_state_dict_into_zero3_model = load
-    try:
+    with zero3_loaded_by(list_entries, load):
         yield
-    finally:
-        modeling_utils.load_state_dict = read_file
-        modeling_utils._load_state_dict_into_zero3_model = load_all
 
 
 def _layers(state_dict: Mapping[str, Unread]) -> Iterator[dict[str, Unread]]:

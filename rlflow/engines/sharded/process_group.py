@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from rlflow.engines.base import EngineSpec
 from rlflow.errors import EngineError
 from rlflow.resources.models.architecture import heads_divide
+from rlflow.system.compat.torch import set_group_timeouts
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import TCPStore
-    from torch.distributed import ProcessGroup
+    from torch.distributed import ProcessGroup, TCPStore
     from transformers import PreTrainedModel
 
     from rlflow.engines.sharded.ulysses import Ulysses
@@ -55,7 +55,7 @@ def rendezvous_store(spec: EngineSpec) -> "TCPStore":
     Rank 0 listens on that address alone: torch would listen on all interfaces, and the store asks for no password.
     Raises OSError if the port is taken.
     """
-    from torch._C._distributed_c10d import TCPStore
+    from torch.distributed import TCPStore
 
     host, _, port = spec.address.rpartition(":")
     if spec.rank > 0:
@@ -84,11 +84,7 @@ def set_timeouts(spec: EngineSpec) -> None:
 
     Every engine calls this at the end of its construction.
     """
-    from torch.distributed import distributed_c10d
-
-    for group in distributed_c10d._world.pg_map:
-        if group not in _files_groups:
-            distributed_c10d._set_pg_timeout(timedelta(minutes=spec.timeout_minutes), group)
+    set_group_timeouts(timedelta(minutes=spec.timeout_minutes), spared=_files_groups)
 
 
 def create_sharding(spec: EngineSpec, model: "PreTrainedModel") -> "Ulysses | None":

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from rlflow.engines.base import EngineSpec
+from rlflow.system.compat.deepspeed import relink_moments, weight_fragment, zero3_values
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,7 +55,7 @@ class TrainedState:
             start = size * weight.ds_zero_partition_rank
             return start, max(0, min(size, weight.ds_numel - start))
         if self._stage:
-            if (fragment := weight._hp_mapping) is None:
+            if (fragment := weight_fragment(weight)) is None:
                 return 0, 0
             return fragment.lp_fragment_address.start, fragment.lp_fragment_address.numel
         return 0, weight.numel()
@@ -66,11 +67,9 @@ class TrainedState:
         """
         weight, moment = self._weights[name], None if kind == WEIGHTS else kind
         if self._stage == 3:
-            zero3 = self._optimizer
-            values, _ = zero3._get_fp32_opt_state_partition(weight, release_swap_buffers=False, optim_state_key=moment)
+            values = zero3_values(self._optimizer, weight, moment)
         elif self._stage:
-            fragment = weight._hp_mapping
-            values = fragment.get_hp_fragment(moment)
+            values = weight_fragment(weight).get_hp_fragment(moment)
         else:
             values = self._torch_optimizer.state[weight][moment] if moment else weight
         trained_range: Tensor = values.detach().view(-1)[: self.get_range(name)[1]]
@@ -94,11 +93,7 @@ class TrainedState:
                 if moment not in state:
                     state[moment] = torch.zeros_like(tensor, requires_grad=False)
         if self._stage in (1, 2):
-            # The views of the moments that each weight has are made anew, at the latest in the next step.
-            zero = self._optimizer
-            zero._hp_optimizer_states_linked = False
-            if count:
-                zero._lazy_init_hp_params_optimizer_state()
+            relink_moments(self._optimizer, now=count > 0)
 
     def update_model(self) -> None:
         """Give the model the values of the weights that are trained. All ranks call this at the same time."""

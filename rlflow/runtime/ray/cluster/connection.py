@@ -19,7 +19,14 @@ from rlflow.resources.cluster import Cluster
 from rlflow.runtime.objects.ray_api import import_ray
 from rlflow.runtime.ray.cluster.hosts import SIMULATED_LABEL, is_reachable, live_hosts
 from rlflow.runtime.ray.cluster.services import alive_hosts
-from rlflow.runtime.ray.cluster.signals import keeping_signal_handler, own_process_groups
+from rlflow.runtime.ray.cluster.signals import keeping_signal_handler
+from rlflow.system.compat.ray import (
+    loopback_address,
+    own_process_groups,
+    publish_address,
+    published_address,
+    reload_token,
+)
 from rlflow.system.processes import descendants, kill
 
 # Seconds in which simulated hosts must start.
@@ -121,10 +128,9 @@ def simulated(cluster: Cluster, store_bytes: int = _SIMULATED_STORE) -> Iterator
     Each has an object store of ``store_bytes``. They listen on this machine alone.
     """
     import_ray()
-    from ray._private.services import find_bootstrap_address
     from ray.cluster_utils import Cluster as Processes
 
-    before = find_bootstrap_address(None)
+    before = published_address()
     processes = Processes()
     # Ray would compare the hosts' numbers of GPUs with the real GPUs that this process may use.
     with keeping_signal_handler() as restore_handler, private_ray(), environment({"CUDA_VISIBLE_DEVICES": None}):
@@ -144,21 +150,21 @@ def simulated(cluster: Cluster, store_bytes: int = _SIMULATED_STORE) -> Iterator
                         wait=False,
                     )
                 if host is cluster.hosts[0]:
-                    _publish_address(before)
+                    publish_address(before)
             restore_handler()
             with joined(processes.address, processes.list_all_nodes):
                 _wait_for_hosts(len(cluster.hosts))
                 yield processes
         finally:
             # On shutdown Ray removes the published address, whosever it is.
-            now = find_bootstrap_address(None)
+            now = published_address()
             simulated_address = processes.address
             hosts = [raylet for node in processes.list_all_nodes() for raylet in node.all_processes.get("raylet", ())]
             workers = [pid for raylet in hosts for pid in descendants(raylet.process.pid)]
             processes.shutdown()
             for pid in workers:  # they end with their host, unless they are stopped
                 kill(pid)
-            _publish_address(before if now == simulated_address else now)
+            publish_address(before if now == simulated_address else now)
 
 
 @contextmanager
@@ -173,19 +179,13 @@ def _start_errors(fact: str, *, fix: str = _BUSY) -> Iterator[None]:
 @contextmanager
 def private_ray() -> Iterator[None]:
     """Make every Ray that starts inside private to this process and to those that it starts."""
-    from ray._private import ray_constants
-
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    was_enabled = ray_constants.ENABLE_RAY_CLUSTER
-    # Ray has read the environment variable when it was imported.
-    ray_constants.ENABLE_RAY_CLUSTER = False
     try:
-        with environment({**_LOOPBACK, **_HEALTH_CHECKS, **token}):
-            _reload_token()
+        with loopback_address(), environment({**_LOOPBACK, **_HEALTH_CHECKS, **token}):
+            reload_token()
             yield
     finally:
-        ray_constants.ENABLE_RAY_CLUSTER = was_enabled
-        _reload_token()
+        reload_token()
 
 
 @contextmanager
@@ -211,17 +211,6 @@ def ray_errors(*other_errors: type[Exception]) -> Iterator[None]:
         raise
     except (RayError, *other_errors) as error:
         raise EngineError(f"Ray failed: {first_line(error)}.") from error
-
-
-def _publish_address(address: str | None) -> None:
-    """Set the address of the Ray that others on this machine find, which is never one of simulated hosts."""
-    from ray._common.utils import reset_ray_address
-    from ray._private.utils import write_ray_address
-
-    if address is None:
-        reset_ray_address()
-    else:
-        write_ray_address(address)
 
 
 def _wait_for_hosts(count: int) -> None:
@@ -258,15 +247,3 @@ def _set_variables(values: Mapping[str, str | None]) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
-
-
-def _reload_token() -> None:
-    """Have Ray read mode and token from the environment again.
-
-    The mode comes first: a thread of Ray that still works must not look for a token that has gone.
-    """
-    import ray
-
-    raylet: Any = ray._raylet  # its types are not complete
-    raylet.Config.initialize("")
-    raylet.AuthenticationTokenLoader.instance().reset_cache()

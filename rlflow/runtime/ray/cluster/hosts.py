@@ -6,6 +6,7 @@ from typing import Any
 
 from rlflow.runtime.objects.ray_api import import_ray
 from rlflow.runtime.ray.cluster.binding import LiveHost
+from rlflow.system.compat.ray import control_state, free_resources
 
 SIMULATED_LABEL = "rlflow-simulated"
 # Seconds for what a live host answers at once.
@@ -15,9 +16,7 @@ _ANSWER_S = 2.0
 def live_hosts() -> list[LiveHost]:
     """Return all hosts that Ray knows, including those that have died."""
     ray = import_ray()
-    from ray._private.state import available_resources_per_node
-
-    free = available_resources_per_node()
+    free = free_resources()
     return [
         LiveHost(
             node_id=node["NodeID"],
@@ -43,12 +42,11 @@ def lost_hosts(hosts: Mapping[str, LiveHost]) -> list[LiveHost]:
 def gpu_users() -> dict[str, list[str]]:
     """Return who uses GPUs on each host, by node id, as far as Ray knows: actors, tasks and placement groups."""
     import_ray()
-    from ray._private.state import state
     from ray.core.generated.gcs_pb2 import ActorTableData, TaskEvents
     from ray.util import placement_group_table
 
     users: dict[str, list[str]] = {}
-    ray_state = state._connect_and_get_accessor()
+    ray_state = control_state()
     for content in ray_state.get_actor_table(None, "ALIVE"):
         actor = ActorTableData.FromString(content)
         if gpus := actor.required_resources.get("GPU", 0):

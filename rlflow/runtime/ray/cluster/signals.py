@@ -1,12 +1,9 @@
-"""Signals to a run: Ray does not take their handler, and those to the run's process group do not end Ray."""
+"""Signals to a run: Ray does not take their handler."""
 
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import Any
 
 
 @contextmanager
@@ -29,22 +26,3 @@ def keeping_signal_handler() -> Iterator[Callable[[], None]]:
         yield restore_handler
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-@contextmanager
-def own_process_groups() -> Iterator[None]:
-    """Have Ray start its processes in process groups of their own, apart from the group of this process.
-
-    A SIGTERM to the group of the run, as ``timeout`` sends it, then does not end Ray before the run's last step. On
-    Linux the kernel kills them when this process ends. Elsewhere Ray kills them by their group, so they stay in it.
-    """
-    from ray._private import services
-
-    ray_services: Any = services
-    popen = ray_services.ConsolePopen
-    if sys.platform == "linux":
-        ray_services.ConsolePopen = partial(popen, process_group=0)
-    try:
-        yield
-    finally:
-        ray_services.ConsolePopen = popen

@@ -1,0 +1,89 @@
+"""Private names of vLLM's scheduler, sampler, kernels and reloading of weights."""
+
+from collections.abc import Callable
+from typing import Any
+
+
+def count_preemptions(scheduler: Any, count: Callable[[], None]) -> None:
+    """Call ``count`` whenever the scheduler preempts a request. vLLM counts them only for its own metrics."""
+    preempt = scheduler._preempt_request
+
+    def count_and_preempt(*arguments: Any, **named: Any) -> Any:
+        count()
+        return preempt(*arguments, **named)
+
+    scheduler._preempt_request = count_and_preempt
+
+
+def kernels_are_loaded() -> bool:
+    """Return whether vLLM's compiled kernels load with the installed torch; vLLM itself only warns."""
+    import torch
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+    return hasattr(torch.ops._C, "rms_norm")
+
+
+def draw_tokens(logits: Any, keys: Any) -> Any:
+    """Return a random token for each row of logits, on a CPU; the random numbers follow from a key for each row."""
+    import torch
+
+    return torch.ops._C.fused_gumbel_argmax(logits, keys)
+
+
+def cut_logits(logits: Any, k: Any, p: Any) -> Any:
+    """Return logits of the likeliest tokens alone, by top-k and top-p. It may overwrite them."""
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+    return apply_top_k_top_p(logits, k, p)
+
+
+def partial_output(state: Any) -> Any:
+    """Return the RequestOutput of an unfinished request, as if it had been aborted. vLLM reports none then."""
+    from vllm.v1.engine import FinishReason
+
+    return state.make_request_output([], None, FinishReason.ABORT, None)
+
+
+def replace_logprobs(update: Callable[[Any, Any], None]) -> None:
+    """Replace the function that adds the logprobs of new tokens to those of a request.
+
+    vLLM's own adds ranks and texts in Python, for which it has no switch.
+    """
+    from vllm.v1.engine.logprobs import LogprobsProcessor
+
+    LogprobsProcessor.update_from_output = update
+
+
+def wrap_random_sampling(sampler: Any, wrap: Callable[[Any], Any]) -> None:
+    """Replace the function that draws tokens in the sampler of vLLM's second model runner.
+
+    vLLM's plugins for samplers see logits alone, neither the tokens drawn nor the logits before a cut.
+    """
+    sampler._sample_random = wrap(sampler._sample_random)
+
+
+def undo_reload(model: Any) -> None:
+    """Undo what an unfinished reload of weights has left, from which vLLM itself does not recover."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    for layer in model.modules():
+        info = layerwise.get_layerwise_info(layer)
+        if info.can_load():
+            if info.kernel_tensors is not None:
+                layerwise._place_kernel_tensors(layer, info)
+            info.reset()
+
+
+def begin_reload(model: Any) -> None:
+    """Prepare a model for new weights in parts. vLLM's public functions take all weights in one call."""
+    from vllm.model_executor.model_loader.reload.layerwise import initialize_layerwise_reload
+
+    initialize_layerwise_reload(model)
+
+
+def finish_reload(model: Any, model_config: Any) -> None:
+    """Repack the weights that have arrived for vLLM's kernels."""
+    from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload
+
+    finalize_layerwise_reload(model, model_config)
