@@ -151,8 +151,11 @@ def test_private_names_of_libraries_are_used_in_one_place() -> None:
             continue
         for node in ast.walk(tree_of(path)):
             line = f"{path.relative_to(PACKAGE)}:{getattr(node, 'lineno', 0)}"
-            modules = [name for name in imported_names(node) if name.split(".")[0] not in OWN]
-            wrong += [f"{line}: {module}" for module in modules if PRIVATE.search(f".{module}")]
+            names = [alias.name for alias in getattr(node, "names", []) if isinstance(alias, ast.alias)]
+            if isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{name}" for name in names]
+            foreign = [name for name in names if name.split(".")[0] not in OWN]
+            wrong += [f"{line}: {name}" for name in foreign if PRIVATE.search(f".{name}")]
         wrong += [f"{path.relative_to(PACKAGE)}: {name}" for name in foreign_private_names(tree_of(path))]
     assert wrong == [], "give these a function in rlflow/system/compat and a line in tests/contract/test_compat.py"
 

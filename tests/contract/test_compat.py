@@ -62,6 +62,7 @@ NAMES: dict[str, list[tuple[str, str, str | None]]] = {
     "torch": [
         ("torch", "_C._accelerator_getAllocatorSettings", None),
         ("torch", "_C._accelerator_setAllocatorSettings", None),
+        ("torch", "_C._distributed_c10d.TCPStore", None),
         ("torch.distributed.distributed_c10d", "_world.pg_map", None),
         ("torch.distributed.distributed_c10d", "_set_pg_timeout", "timeout group"),
     ],

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 from rlflow.engines.base import EngineSpec
 from rlflow.errors import EngineError
 from rlflow.resources.models.architecture import heads_divide
-from rlflow.system.compat.torch import set_group_timeouts
+from rlflow.system.compat.torch import join_store, serve_store, set_group_timeouts
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup, TCPStore
+    from torch.distributed import ProcessGroup
     from transformers import PreTrainedModel
 
     from rlflow.engines.sharded.ulysses import Ulysses
+    from rlflow.system.compat.torch import TCPStore
 
 # Enough for a terabyte at 50 MB/s. If a rank dies meanwhile, the others notice at once.
 _FILES_TIMEOUT = timedelta(hours=6)
@@ -55,13 +56,11 @@ def rendezvous_store(spec: EngineSpec) -> "TCPStore":
     Rank 0 listens on that address alone: torch would listen on all interfaces, and the store asks for no password.
     Raises OSError if the port is taken.
     """
-    from torch.distributed import TCPStore
-
     host, _, port = spec.address.rpartition(":")
     if spec.rank > 0:
-        return TCPStore(host, int(port), spec.world_size, is_master=False)
+        return join_store(host, int(port), spec.world_size)
     server = socket.create_server((host, int(port)), backlog=spec.world_size + 128)
-    return TCPStore(host, int(port), spec.world_size, is_master=True, master_listen_fd=server.detach())
+    return serve_store(server, spec.world_size)
 
 
 def files_group() -> "ProcessGroup":

@@ -2,9 +2,11 @@
 
 from collections.abc import Collection
 from datetime import timedelta
+from socket import socket
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore as TCPStore
     from torch.distributed import ProcessGroup
 
 
@@ -24,6 +26,24 @@ def set_allocator_settings(settings: str) -> None:
     import torch
 
     torch._C._accelerator_setAllocatorSettings(settings)
+
+
+def join_store(host: str, port: int, world_size: int) -> "TCPStore":
+    """Return a store that another process serves."""
+    from torch._C._distributed_c10d import TCPStore
+
+    return TCPStore(host, port, world_size, is_master=False)
+
+
+def serve_store(server: socket, world_size: int) -> "TCPStore":
+    """Return a store that this process serves on a listening socket, which the store takes over.
+
+    Without the undocumented argument for a socket, torch listens on all interfaces.
+    """
+    from torch._C._distributed_c10d import TCPStore
+
+    host, port = server.getsockname()[:2]
+    return TCPStore(host, port, world_size, is_master=True, master_listen_fd=server.detach())
 
 
 def set_group_timeouts(timeout: timedelta, spared: "Collection[ProcessGroup]") -> None:
