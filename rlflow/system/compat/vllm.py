@@ -83,7 +83,7 @@ def begin_reload(model: Any) -> None:
 
 
 def finish_reload(model: Any, model_config: Any) -> None:
-    """Repack the weights that have arrived for vLLM's kernels."""
+    """Convert the weights that have arrived for vLLM's kernels."""
     from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload
 
     finalize_layerwise_reload(model, model_config)
