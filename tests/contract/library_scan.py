@@ -16,6 +16,8 @@ _LLM_ENGINE = "vllm.LLMEngine"
 _WORKER = "vllm.v1.worker.gpu_worker.Worker"
 _MODEL, _TOKENIZER = "transformers.PreTrainedModel", "transformers.PreTrainedTokenizerBase"
 _SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
+_ZERO = "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer"
+_ZERO3 = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"
 _DEEPSPEED = "deepspeed.runtime.engine.DeepSpeedEngine"
 _PYNVML = "vllm.third_party.pynvml"
 
@@ -54,7 +56,9 @@ OBJECTS: Mapping[str, Mapping[str, str]] = {
         "model": "vllm.model_executor.models.qwen2.Qwen2ForCausalLM",
     },
     "engines/deepspeed.py": {"self._engine": _DEEPSPEED},
-    "engines/sharded/trained_state.py": {"zero3": "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"},
+    "engines/sharded/trained_state.py": {"zero": _ZERO, "zero3": _ZERO3, "fragment": "deepspeed.utils.tensor_fragment"},
+    "system/compat/deepspeed.py": {"zero": _ZERO, "zero3": _ZERO3},
+    "runtime/ray/cluster/hosts.py": {"ray_state": "ray._raylet.GlobalStateAccessor"},
 }
 """The library's class behind an expression, in a folder or a file of rlflow."""
 

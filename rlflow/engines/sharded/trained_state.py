@@ -69,7 +69,8 @@ class TrainedState:
         if self._stage == 3:
             values = zero3_values(self._optimizer, weight, moment)
         elif self._stage:
-            values = weight_fragment(weight).get_hp_fragment(moment)
+            fragment = weight_fragment(weight)
+            values = fragment.get_hp_fragment(moment)
         else:
             values = self._torch_optimizer.state[weight][moment] if moment else weight
         trained_range: Tensor = values.detach().view(-1)[: self.get_range(name)[1]]

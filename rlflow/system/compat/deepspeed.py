@@ -11,14 +11,14 @@ def weight_fragment(weight: Any) -> Any:
     return weight._hp_mapping
 
 
-def zero3_values(optimizer: Any, weight: Any, moment: str | None) -> Any:
+def zero3_values(zero3: Any, weight: Any, moment: str | None) -> Any:
     """Return this rank's range of a weight, or of one of its moments, under ZeRO 3."""
-    values, _ = optimizer._get_fp32_opt_state_partition(weight, release_swap_buffers=False, optim_state_key=moment)
+    values, _ = zero3._get_fp32_opt_state_partition(weight, release_swap_buffers=False, optim_state_key=moment)
     return values
 
 
-def relink_moments(optimizer: Any, *, now: bool) -> None:
+def relink_moments(zero: Any, *, now: bool) -> None:
     """Make the views of the moments that each weight has under ZeRO 1 and 2 anew, at the latest in the next step."""
-    optimizer._hp_optimizer_states_linked = False
+    zero._hp_optimizer_states_linked = False
     if now:
-        optimizer._lazy_init_hp_params_optimizer_state()
+        zero._lazy_init_hp_params_optimizer_state()
