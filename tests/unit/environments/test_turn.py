@@ -27,18 +27,19 @@ Begun = tuple[Mapping[str, Any], str | bytes | None]
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[ProcessPool]:
-    turns = EnvironmentSpec(f"{misbehaving.__name__}:Misbehaving", {}, DEADLINE_S)
-    pool = ProcessPool({"it": turns}, num_workers=2)
+    name = f"{misbehaving.__name__}:Misbehaving"
+    limits = {"it": DEADLINE_S, "patient": LIMIT_S}
+    pool = ProcessPool({turns: EnvironmentSpec(name, {}, limit_s) for turns, limit_s in limits.items()}, num_workers=2)
     assert pool.callables["it"].batch_size == 4
     yield pool
     pool.stop()
 
 
 def answers(
-    pool: ProcessPool, texts: Sequence[str], begun: Sequence[Begun] | None = None
+    pool: ProcessPool, texts: Sequence[str], begun: Sequence[Begun] | None = None, name: str = "it"
 ) -> list[TurnResult | Failure]:
     """Return the answers to some turns."""
-    return [future.result(LIMIT_S) for future in pool.submit("it", texts, begun or [({}, None)] * len(texts))]
+    return [future.result(LIMIT_S) for future in pool.submit(name, texts, begun or [({}, None)] * len(texts))]
 
 
 @pytest.mark.parametrize(
@@ -79,14 +80,14 @@ def test_a_conversation_continues_from_its_state_in_any_worker(pool: ProcessPool
 
 def test_answers_belong_to_their_turns(pool: ProcessPool) -> None:
     """Two calls of up to four turns each, one of which ends its process."""
-    first = answers(pool, ["good", "end", "its own kind", "raise", "good"])
+    first = answers(pool, ["good", "end", "its own kind", "raise", "good"], name="patient")
     assert [answer.text if isinstance(answer, TurnResult) else answer.kind for answer in first] == [
         *("1", "", "1", "raised", "1")
     ]
 
 
 def test_an_answer_has_at_most_16_mib(pool: ProcessPool) -> None:
-    (answer,) = answers(pool, ["keep much"])
+    (answer,) = answers(pool, ["keep much"], name="patient")
     assert isinstance(answer, Failure)
     assert "returned 17 MiB, more than 16" in answer.reason
 
