@@ -34,7 +34,7 @@ from benchmarks import service
 from benchmarks.reporting import Goal, finish
 from benchmarks.turn_schedule import bound, lock_step, simulate
 from rlflow.batch import Conversations, Packed, Prompts, Rollouts
-from rlflow.compiler.lower import models_in_use
+from rlflow.compiler.models import models_in_use
 from rlflow.compiler.plan import Plan
 from rlflow.nodes.generate import Converse
 from rlflow.resources.time.lengths import Lengths

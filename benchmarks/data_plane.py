@@ -46,7 +46,7 @@ from benchmarks.reporting import Goal, finish
 from benchmarks.traffic import counted
 from benchmarks.transfer_queue import QueueWorker, TransferQueue, transfer_queue
 from rlflow.batch import Batch, Packed, Sequences
-from rlflow.compiler.lower import models_in_use
+from rlflow.compiler.models import models_in_use
 from rlflow.compiler.plan import Plan
 from rlflow.data.source import load_rows, open_training_data
 from rlflow.engines.causal_lm.pretrained import load_tokenizer

@@ -29,7 +29,7 @@ import rlflow
 from benchmarks import instant_engine as instant
 from benchmarks.reporting import Goal, finish
 from benchmarks.traffic import counted
-from rlflow.compiler.lower import models_in_use
+from rlflow.compiler.models import models_in_use
 from rlflow.compiler.plan import Plan
 from rlflow.data.source import load_rows, open_training_data
 from rlflow.engines.base import Sampling

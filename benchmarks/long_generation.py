@@ -36,7 +36,7 @@ import rlflow
 from benchmarks.reporting import Goal, finish
 from benchmarks.rollout_overhead import vllm_alone
 from rlflow.batch import Prompts, Rollouts
-from rlflow.compiler.lower import models_in_use
+from rlflow.compiler.models import models_in_use
 from rlflow.compiler.plan import Plan
 from rlflow.data.source import load_rows, open_training_data
 from rlflow.engines.base import EngineSpec, Sampling, sample_seed

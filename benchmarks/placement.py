@@ -16,11 +16,13 @@ import rlflow
 from benchmarks.reporting import Goal, finish
 from rlflow.compiler.lower import Requirements, lower
 from rlflow.compiler.plan import Plan, plan
+from rlflow.compiler.problem import Problem
 from rlflow.compiler.wire import wire
 from rlflow.errors import PlacementError
 from rlflow.recipe.compose import load_cluster
 from rlflow.resources.cluster import Cluster
 from rlflow.resources.layout import Bundle, Resources
+from rlflow.resources.planner.search.search import Search
 from rlflow.resources.workload import WeightSync, Workload
 from rlflow.runtime.objects.ray_api import import_ray
 from rlflow.runtime.ray.cluster.binding import BoundPlan
@@ -61,7 +63,9 @@ def random_plans(cluster: Cluster, count: int, seed: int) -> Iterator[Plan]:
     while count:
         roles = {"actor", "rollout", *draw.sample(sorted(ROLES), draw.randint(0, 3))}
         try:
-            yield plan(recipe, graph, _asking(given, sorted(roles), cluster, draw), cluster, {})
+            needs = _asking(given, sorted(roles), cluster, draw)
+            search = Search(needs.demands, needs.workload, cluster, {})
+            yield plan(Problem(recipe, graph, cluster, {}), search)
         except PlacementError:
             continue
         count -= 1

@@ -33,7 +33,7 @@ from rich.table import Table
 import rlflow
 from benchmarks.reporting import Goal, finish
 from rlflow.batch import Packed, Prompts
-from rlflow.compiler.lower import models_in_use
+from rlflow.compiler.models import models_in_use
 from rlflow.compiler.plan import Plan
 from rlflow.data.source import load_rows, open_training_data
 from rlflow.engines.base import EngineSpec, sample_seed

@@ -18,7 +18,7 @@ from rich.table import Table
 
 import rlflow
 from benchmarks.reporting import Goal, finish
-from rlflow.compiler.lower import models_in_use
+from rlflow.compiler.models import models_in_use
 from rlflow.compiler.plan import Plan
 from rlflow.engines.causal_lm.pretrained import load_model
 from rlflow.runtime.ray.role_workers import RoleWorkers

@@ -17,6 +17,10 @@ from omegaconf import DictConfig, OmegaConf
 
 import rlflow
 from rlflow.batch import Minibatch, Packed, Pairs, Prompts, Repeated, Rollouts, Sequences
+from rlflow.compiler.checks import check
+from rlflow.compiler.graph import Graph
+from rlflow.compiler.problem import Problem
+from rlflow.compiler.wire import wire
 from rlflow.data.encoding import make_pairs
 from rlflow.engines.base import EngineSpec, Sampling
 from rlflow.engines.fake import FakeEngine
@@ -25,7 +29,7 @@ from rlflow.engines.serving.activity import EngineActivity
 from rlflow.engines.serving.sessions import SessionEngine
 from rlflow.recipe import Model, Optimizer, Recipe
 from rlflow.recipe.arguments import hydra_arguments
-from rlflow.recipe.compose import compose, recipe_from_config
+from rlflow.recipe.compose import compose, load_cluster, recipe_from_config
 from rlflow.resources.layout import Layout
 from rlflow.resources.models.architecture import Architecture
 from rlflow.runtime.protocols import Observer
@@ -44,6 +48,18 @@ ARCHITECTURE = Architecture(
     max_position_embeddings=64,
 )
 MODEL = Model(random_weights=True, characters=CHARACTERS, architecture=ARCHITECTURE, dtype="float32")
+
+
+def problem_of(recipe: Recipe, cluster: str) -> Problem:
+    """Return the problem of placing a recipe on a cluster."""
+    return Problem(recipe, wire(recipe), load_cluster(cluster), {})
+
+
+def checked_graph(recipe: Recipe) -> Graph:
+    """Return the graph of a recipe that must pass all rules."""
+    graph = wire(recipe)
+    check(recipe, graph)
+    return graph
 
 
 @cache

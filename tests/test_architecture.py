@@ -11,6 +11,7 @@ from statistics import median
 import pytest
 
 import rlflow
+from rlflow.compiler.checks import RULES
 
 PACKAGE = Path(rlflow.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -111,6 +112,41 @@ def test_rooms_import_only_rooms_before_them() -> None:
         }
         inside = [(module, name) for module, name in arrows if {module, name} <= places.keys()]
         assert [(module, name) for module, name in inside if places[name] > places[module]] == []
+
+
+def test_compiler_and_reports_name_no_class_of_a_node() -> None:
+    """What a rule knows about one algorithm stands in the file of its node, and so does its headline."""
+    files = [path for path in FILES if room(path) == "nodes" and path.stem not in ("base", "signature")]
+    classes = {node.name for path in files for node in tree_of(path).body if isinstance(node, ast.ClassDef)}
+    named = []
+    for path in FILES:
+        if room(path) not in ("compiler", "report"):
+            continue
+        named += [(path, module) for module in imports(tree_of(path)) if module.startswith("rlflow.nodes.")]
+        for node in ast.walk(tree_of(path)):
+            name = getattr(node, "id", getattr(node, "attr", getattr(node, "name", None)))
+            named += [(path, name)] if name in classes else []
+    assert {module for _, module in named} == {"rlflow.nodes.base"}, named
+
+
+def test_only_the_stage_check_calls_checks() -> None:
+    """All other stages compute; the stage itself is called where requirements are, and where a plan is read."""
+    callers = []
+    for path in FILES:
+        if room(path) != "compiler" or path.is_relative_to(PACKAGE / "compiler" / "checks"):
+            continue
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Call):
+                name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+                callers += [(path.stem, name)] if name.lstrip("_").startswith("check") else []
+    assert callers == [("plan", "check"), ("problem", "check")]
+    rules = {name for path in (PACKAGE / "compiler" / "checks").glob("*.py") for name in functions(path)}
+    listed = {rule.__name__ for rule in RULES}
+    assert {name for name in rules if name.startswith("check_")} == listed | {"check_run"}
+
+
+def functions(path: Path) -> set[str]:
+    return {node.name for node in tree_of(path).body if isinstance(node, ast.FunctionDef)}
 
 
 def test_engines_are_named_only_in_their_room() -> None:

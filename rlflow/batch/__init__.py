@@ -3,6 +3,7 @@
 from rlflow.batch.batch import (
     Advantages,
     Conversations,
+    Divergences,
     Examples,
     Logprobs,
     Metrics,
@@ -21,12 +22,14 @@ from rlflow.batch.batch import (
     known_mean,
 )
 from rlflow.batch.packed import Packed, Records, Repeated
-from rlflow.batch.rows import Batch
+from rlflow.batch.rows import MAX_ROWS, Batch
 
 __all__ = [
+    "MAX_ROWS",
     "Advantages",
     "Batch",
     "Conversations",
+    "Divergences",
     "Examples",
     "Logprobs",
     "Metrics",

@@ -190,6 +190,18 @@ class Rewards(Batch):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
+class Divergences(Batch):
+    """The KL divergence of each response from a reference."""
+
+    values: NDArray[np.float32]
+    """[B], in nats, summed over each response."""
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return the mean divergence."""
+        return {"mean": known_mean(self.values)}
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Selection(Batch):
     """The prompts whose rollouts are trained on."""
 

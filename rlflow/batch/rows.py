@@ -14,6 +14,9 @@ from rlflow.batch.packed import Packed, Records, compress, decompress
 
 Rows = NDArray[np.integer[Any]]
 
+MAX_ROWS = 2**31 - 1
+"""The most rows of a batch: arrays count them in 32 bits."""
+
 
 class Batch:
     """Several fields with the same number of rows. Fields that are numbers or None describe the whole batch.

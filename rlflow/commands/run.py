@@ -18,7 +18,7 @@ from rlflow._version import __version__
 from rlflow.commands.calibrate.fit import calibration_of_run
 from rlflow.commands.context import cluster_of_run, find_run, num_finished_steps
 from rlflow.compiler import compile_recipe
-from rlflow.compiler.checks import check_recorded_steps
+from rlflow.compiler.checks import check_run
 from rlflow.compiler.plan import Plan, format_duration, read_plan
 from rlflow.errors import (
     EngineError,
@@ -165,7 +165,7 @@ def _plan_and_run(config: DictConfig, job: Job, config_dir: Path | None) -> Job:
     console, directory = output_console(), Path(job.folder)
     options = options_from_config(config)
     plan, resumed = _plan(config, options, directory.parent.parent, config_dir)
-    check_recorded_steps(plan.recipe.steps, options.trace, options.profile)
+    check_run(plan.recipe, options)
     outcome = SweepOutcome(job.overrides, plan, options.deadline_hours)
     show(plan, explain=options.explain)
     if outcome.is_late:

@@ -1,15 +1,14 @@
 """The compiler turns a recipe and a cluster into a plan, in pure functions between frozen dataclasses.
 
-    Recipe --wire--> Graph --lower--> Requirements --plan (x Cluster)--> Plan
+    Recipe --wire--> Graph --check, lower--> Requirements --plan (x Cluster)--> Plan
 
-``infeasible`` says why there is no plan and what would fit, and ``render`` draws a plan for a person. Compiling imports
-neither torch nor ray.
+``problem`` holds a recipe with its graph and a cluster; ``infeasible`` says why there is no plan and what would fit.
+Compiling imports neither torch nor ray.
 """
 
 from dataclasses import replace
 
 from rlflow.compiler.infeasible import infeasible_error, safer_changes
-from rlflow.compiler.lower import lower
 from rlflow.compiler.plan import Plan, plan
 from rlflow.compiler.problem import Problem
 from rlflow.compiler.wire import wire
@@ -25,12 +24,11 @@ def compile_recipe(recipe: Recipe, cluster: Cluster, calibration: Calibration | 
 
     Raises RecipeError, GraphError and PlacementError.
     """
-    graph = wire(recipe)
-    problem = Problem(recipe, cluster, calibration or {})
+    problem = Problem(recipe, wire(recipe), cluster, calibration or {})
     try:
-        found = plan(recipe, graph, lower(recipe, graph), cluster, problem.calibration)
+        fastest = plan(problem, problem.search())
     except PlacementError as error:
         raise infeasible_error(problem, error) from None
-    if found.prediction.verdict is not Verdict.TIGHT:
-        return found
-    return replace(found, prediction=replace(found.prediction, safer_with=safer_changes(problem)))
+    if fastest.prediction.verdict is not Verdict.TIGHT:
+        return fastest
+    return replace(fastest, prediction=replace(fastest.prediction, safer_with=safer_changes(problem)))

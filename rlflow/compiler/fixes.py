@@ -5,8 +5,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from rlflow.compiler.problem import Pin, Problem
-from rlflow.compiler.wire import wire
-from rlflow.nodes.generate import Generate
 from rlflow.resources.cluster import MOST_GPUS, Cluster, Host
 from rlflow.resources.planner.candidate import SearchResult
 
@@ -116,18 +114,18 @@ def _reliefs(problem: Problem) -> list[_Change]:
 def _shorter(problem: Problem) -> Iterator[_Change]:
     """Yield the longest responses that fit."""
     recipe = problem.recipe
-    graph = wire(recipe)
-    limits = {node.name: node.operation.max_tokens for node in graph.nodes if isinstance(node.operation, Generate)}
+    settings = {node.name: node.operation.sampling for node in problem.graph.nodes}
+    limits = {name: sampling.max_tokens for name, sampling in settings.items() if sampling is not None}
 
     def limited(tokens: int) -> _Change:
         if not limits:
             expect = replace(recipe.expect, response_tokens=(float(tokens),))
             changed = replace(recipe, expect=expect)
-            return _Change(f"expect.response_tokens=[{tokens}]", replace(problem, recipe=changed))
+            return _Change(f"expect.response_tokens=[{tokens}]", problem.with_recipe(changed))
         shortened = {name: min(tokens, limit) for name, limit in limits.items()}
         nodes = {name: {**node, "max_tokens": shortened[name]} for name, node in recipe.graph.items() if name in limits}
         text = " ".join(f"graph.{name}.max_tokens={shortened[name]}" for name in limits if limits[name] > tokens)
-        return _Change(text, replace(problem, recipe=replace(recipe, graph={**recipe.graph, **nodes})))
+        return _Change(text, problem.with_recipe(replace(recipe, graph={**recipe.graph, **nodes})))
 
     longest = max(limits.values()) if limits else _longest_of_data(problem)
     low, high = max(1, int(longest * _LEAST_SHARE)), longest

@@ -4,56 +4,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from rlflow.batch import Batch, Examples, Pairs, Prompts, Rewards, Selection
-from rlflow.engines.base import capabilities_of
-from rlflow.nodes.base import Node
-from rlflow.nodes.generate import Generate
+from rlflow.batch import Examples, Pairs, Prompts, Rewards
+from rlflow.nodes.base import GraphNode as GraphNode
 
 SOURCES: Mapping[str, type] = {"prompts": Prompts, "examples": Examples, "pairs": Pairs}
 """The edges that come from the recipe's data."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class GraphNode:
-    """A node of the graph, with its role and its inputs."""
-
-    name: str
-    operation: Node
-    role: str | None
-    inputs: Mapping[str, str]
-    """For each connected parameter of ``run``, the node or source that it reads."""
-
-    @property
-    def capabilities(self) -> frozenset[str]:
-        """Return the capabilities that the node asks of its role's engine."""
-        capability = self.operation.capability()
-        return capabilities_of(capability) if capability else frozenset()
-
-    @property
-    def works_on_parts(self) -> bool:
-        """Return whether the node can process what it reads in parts: single samples, or complete groups.
-
-        A node with a role is called once, because a model's numbers depend on the batch. So is a node with a state,
-        which changes with every call, and one whose output has a number for the whole batch.
-        """
-        operation = self.operation
-        if operation.unit == "batch" or self.role is not None or not self.inputs:
-            return False
-        output = operation.output()
-        return operation.new_state() is None and issubclass(output, Batch) and not output.has_batch_numbers()
-
-    @property
-    def runs_on_every_host(self) -> bool:
-        """Return whether the node runs on every host, on the samples that lie there.
-
-        It reads tokens, and works on parts: a node with a state or one for the whole step runs in one place.
-        """
-        return self.works_on_parts and self.operation.reads_tokens
-
-    @property
-    def selects_prompts(self) -> bool:
-        """Return whether the node selects the prompts that a step trains on."""
-        return issubclass(self.operation.output(), Selection)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +35,7 @@ class Graph:
 
     def tokenizer_role(self) -> str:
         """Return the role whose tokenizer encodes the data: the one that generates, or the first trained role."""
-        generating = [node.role for node in self.nodes if isinstance(node.operation, Generate) and node.role]
+        generating = [node.role for node in self.nodes if node.operation.sampling and node.role]
         return (generating or self.trained_roles())[0]
 
     def streaming_consumers(self, generator: GraphNode) -> tuple[GraphNode, ...]:
@@ -88,7 +43,7 @@ class Graph:
 
         They read nothing except the generated samples or the output of other such nodes.
         """
-        if not isinstance(generator.operation, Generate) or not generator.operation.can_stream:
+        if not generator.operation.can_stream:
             return ()
         available, consumers = {generator.name}, []
         for node in self.nodes:
@@ -101,7 +56,7 @@ class Graph:
         """Return the nodes that can run before their step: those that generate, and those that work on parts of it."""
         found: dict[str, GraphNode] = {}
         for node in self.nodes:
-            generates = isinstance(node.operation, Generate) and SOURCES.keys() >= set(node.inputs.values())
+            generates = node.operation.sampling is not None and SOURCES.keys() >= set(node.inputs.values())
             if generates or (node.works_on_parts and found.keys() >= set(node.inputs.values())):
                 found[node.name] = node
         return tuple(found.values())
@@ -142,7 +97,7 @@ def evaluation_nodes(graph: Graph) -> tuple[GraphNode, GraphNode] | None:
 
     The second node reads nothing except the responses. A reward function is preferred to a reward model.
     """
-    generators = {node.name: node for node in graph.nodes if isinstance(node.operation, Generate)}
+    generators = {node.name: node for node in graph.nodes if node.operation.sampling}
     rewarding = [node for node in graph.nodes if issubclass(node.operation.output(), Rewards)]
     for node in sorted(rewarding, key=lambda each: each.role is not None):
         origins = set(node.inputs.values())

@@ -5,11 +5,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 
-from rlflow.compiler.lower import lower, model_architecture
+from rlflow.compiler.graph import GraphNode
+from rlflow.compiler.models import model_architecture
 from rlflow.compiler.plan import Plan
+from rlflow.compiler.problem import Problem
 from rlflow.compiler.wire import wire
 from rlflow.errors import UserError
-from rlflow.nodes.generate import Generate
 from rlflow.recipe import Recipe
 from rlflow.resources.demand import Demand
 from rlflow.resources.layout import Bundle, Layout, RolePlacement, Worker
@@ -65,13 +66,13 @@ def size_axes(plan: Plan) -> tuple[SizeAxis, ...]:
     recipe = plan.recipe
     axes = [_axis("data.batch_size", recipe.data.batch_size, (1.0,) if plan.workload.ahead else _OTHERS)]
     if (node := _generator(plan)) is not None:
-        name, operation = node
-        role = next(each.role for each in plan.graph.nodes if each.name == name)
-        model = model_architecture(recipe.models[recipe.roles[str(role)].model])
+        sampling = node.operation.sampling
+        assert sampling is not None
+        model = model_architecture(recipe.models[recipe.roles[str(node.role)].model])
         most = model.max_position_embeddings - recipe.data.max_prompt_tokens if model else None
-        axes.insert(0, _axis(f"graph.{name}.max_tokens", operation.max_tokens, _RESPONSES, most=most))
-        if operation.group_size > 1 and not plan.workload.ahead:
-            axes.append(_axis(f"graph.{name}.group_size", operation.group_size, _OTHERS, least=2))
+        axes.insert(0, _axis(f"graph.{node.name}.max_tokens", sampling.max_tokens, _RESPONSES, most=most))
+        if sampling.group_size > 1 and not plan.workload.ahead:
+            axes.append(_axis(f"graph.{node.name}.group_size", sampling.group_size, _OTHERS, least=2))
     return tuple(axis for axis in axes if len(axis.values) > 1)
 
 
@@ -120,7 +121,7 @@ class _Gpus:
 
 def _point(plan: Plan, gpus: _Gpus, recipe: Recipe, sizes: tuple[int, ...]) -> SizePoint:
     """Predict a recipe with a plan's layouts. Raises UserError for sizes that no cluster can run."""
-    needs = lower(recipe, wire(recipe))
+    needs = Problem(recipe, wire(recipe), plan.cluster, plan.calibration).requirements()
     demands = [_pinned(demand, plan.roles[demand.role].layout, needs.workload) for demand in needs.demands]
     inputs = PlannerInputs.of(demands, needs.workload, plan.cluster, plan.calibration)
     cache = PoolCache(inputs)
@@ -173,12 +174,10 @@ def _pinned(demand: Demand, layout: Layout, workload: Workload) -> Demand:
     return replace(demand, pins=replace(pins, gradient_checkpointing=layout.gradient_checkpointing))
 
 
-def _generator(plan: Plan) -> tuple[str, Generate] | None:
-    """Return the node that generates, and its name; None where there are several or none."""
-    found = [
-        (node.name, node.operation) for node in plan.graph.nodes if isinstance(node.operation, Generate) and node.role
-    ]
-    return found[0] if len(found) == 1 else None
+def _generator(plan: Plan) -> GraphNode | None:
+    """Return the node that generates; None where there are several or none."""
+    generators = [node for node in plan.graph.nodes if node.operation.sampling and node.role]
+    return generators[0] if len(generators) == 1 else None
 
 
 def _axis(key: str, own: int, factors: tuple[float, ...], least: int = 1, most: int | None = None) -> SizeAxis:

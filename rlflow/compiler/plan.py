@@ -8,10 +8,11 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from rlflow.compiler.checks import graph_warnings
+from rlflow.compiler.cautions import graph_warnings
+from rlflow.compiler.checks import check
 from rlflow.compiler.continuation import experiment_of
 from rlflow.compiler.graph import Graph
-from rlflow.compiler.lower import Requirements
+from rlflow.compiler.problem import Problem
 from rlflow.compiler.run_cost import RunCost, run_cost
 from rlflow.compiler.wire import wire
 from rlflow.errors import PlacementError, RecipeError
@@ -107,27 +108,27 @@ class Plan:
         return content | {"digest": _digest(content)}
 
 
-def plan(recipe: Recipe, graph: Graph, requirements: Requirements, cluster: Cluster, calibration: Calibration) -> Plan:
+def plan(problem: Problem, search: Search) -> Plan:
     """Search for the fastest placement and predict it. Raises PlacementError where nothing fits."""
-    search = Search(requirements.demands, requirements.workload, cluster, calibration)
     result = search.best()
     if result is None:
         fix = "a cluster with more GPUs, or a smaller model"
-        raise PlacementError(NOTHING_FITS, f"nothing fits {cluster.shape}", fix=fix)
+        raise PlacementError(NOTHING_FITS, f"nothing fits {problem.cluster.shape}", fix=fix)
     prediction = predict(search.inputs, result)
-    found = Plan(
-        recipe=recipe,
-        graph=graph,
-        workload=requirements.workload,
-        cluster=cluster,
+    warnings = (*prediction.warnings, *graph_warnings(problem.recipe, problem.graph))
+    placed = Plan(
+        recipe=problem.recipe,
+        graph=problem.graph,
+        workload=search.inputs.workload,
+        cluster=problem.cluster,
         roles=result.roles,
-        prediction=replace(prediction, warnings=(*prediction.warnings, *graph_warnings(recipe, graph))),
+        prediction=replace(prediction, warnings=warnings),
     )
-    if not found.needs_gpus:
-        return found
-    time = format_duration(found.prediction.step_seconds)
+    if not placed.needs_gpus:
+        return placed
+    time = format_duration(prediction.step_seconds)
     line = f"a step takes {time} on CPUs: this recipe is for GPUs (cluster=2x8, cluster=auto)"
-    return replace(found, prediction=replace(found.prediction, warnings=(line, *found.prediction.warnings)))
+    return replace(placed, prediction=replace(prediction, warnings=(line, *warnings)))
 
 
 def format_duration(seconds: float) -> str:
@@ -146,6 +147,7 @@ def plan_from(mapping: Mapping[str, Any]) -> Plan:
     try:
         recipe = recipe_from(mapping["recipe"])
         graph = wire(recipe)
+        check(recipe, graph)
         roles = {name: _role_placement(entry) for name, entry in mapping["roles"].items()}
         cluster = cluster_from({"hosts": mapping["hosts"], "gpus": mapping["gpus"]})
         workload = parse(Workload, mapping["workload"], "plan.workload")

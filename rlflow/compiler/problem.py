@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, cast
 
-from rlflow.compiler.lower import lower
+from rlflow.compiler.checks import check
+from rlflow.compiler.graph import Graph
+from rlflow.compiler.lower import Requirements, lower
 from rlflow.compiler.wire import wire
 from rlflow.errors import UserError
 from rlflow.recipe import Recipe
@@ -49,9 +51,10 @@ class Pin:
 
 @dataclass(frozen=True)
 class Problem:
-    """A recipe, the cluster it is planned for, and the efficiencies that times are predicted with."""
+    """A recipe and its graph, the cluster it is planned for, and the efficiencies that times are predicted with."""
 
     recipe: Recipe
+    graph: Graph
     cluster: Cluster
     calibration: Calibration
     margin: Margin = Margin.POSSIBLE
@@ -67,9 +70,14 @@ class Problem:
             if (value := getattr(role, field.name)) != getattr(OPEN, field.name)
         ]
 
+    def requirements(self) -> Requirements:
+        """Return what the recipe needs, whatever the cluster. Raises UserError for a recipe that no cluster can run."""
+        check(self.recipe, self.graph)
+        return lower(self.recipe, self.graph)
+
     def search(self) -> Search:
         """Return the search for a plan. Raises UserError for a recipe that no cluster can run."""
-        needs = lower(self.recipe, wire(self.recipe))
+        needs = self.requirements()
         return Search(needs.demands, needs.workload, self.cluster, self.calibration)
 
     def best(self) -> SearchResult | None:
@@ -86,6 +94,10 @@ class Problem:
             return self.search().fits(self.margin)
         except UserError:
             return False
+
+    def with_recipe(self, recipe: Recipe) -> "Problem":
+        """Return the same problem for a changed recipe."""
+        return replace(self, recipe=recipe, graph=wire(recipe))
 
     def with_pins(self, pins: Sequence[Pin]) -> "Problem":
         """Return the problem with these values of pins, and all others as they are."""

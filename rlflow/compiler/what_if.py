@@ -4,11 +4,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from rlflow.compiler.graph import Graph
-from rlflow.compiler.lower import model_architecture
+from rlflow.compiler.models import model_architecture
 from rlflow.compiler.problem import Problem
 from rlflow.errors import UserError
-from rlflow.nodes.generate import Generate
 from rlflow.recipe import Recipe
 from rlflow.resources.planner.confidence import Margin
 from rlflow.resources.planner.pools import describe_pools
@@ -21,20 +19,20 @@ _MOST_TIMES = 64
 _SAME = 0.01
 
 
-def largest_sizes(problem: Problem, graph: Graph) -> Iterator[str]:
+def largest_sizes(problem: Problem) -> Iterator[str]:
     """Yield the largest batch, groups and responses that fit safely, each with all other sizes as they are."""
     problem = replace(problem, margin=Margin.SAFE)
     recipe = problem.recipe
     yield _largest("data.batch_size", problem, recipe.data.batch_size, _with_batch)
-    for node in graph.nodes:
-        if not isinstance(node.operation, Generate) or node.role is None:
+    for node in problem.graph.nodes:
+        sampling = node.operation.sampling
+        if sampling is None or node.role is None:
             continue
-        if node.operation.group_size > 1:
-            size = node.operation.group_size
+        if (size := sampling.group_size) > 1:
             yield _largest(f"graph.{node.name}.group_size", problem, size, _with_option(node.name, "group_size"))
         model = model_architecture(recipe.models[recipe.roles[node.role].model])
         most = model.max_position_embeddings - recipe.data.max_prompt_tokens if model else None
-        tokens = node.operation.max_tokens
+        tokens = sampling.max_tokens
         yield _largest(f"graph.{node.name}.max_tokens", problem, tokens, _with_option(node.name, "max_tokens"), most)
 
 
@@ -58,7 +56,7 @@ def _largest(
     """Return the key with the largest value that fits, within 2%, as the command line takes it."""
 
     def fits(value: int) -> bool:
-        return replace(problem, recipe=changed(problem.recipe, value)).fits()
+        return problem.with_recipe(changed(problem.recipe, value)).fits()
 
     low, high = size, 2 * size
     most = _MOST_TIMES * size if most is None else most
@@ -77,7 +75,7 @@ def gain_of_overlap(problem: Problem) -> str | None:
     """Return how long a step takes with generation ahead of training; None where a recipe cannot or does so already."""
     if problem.recipe.overlap.max_staleness:
         return None
-    overlapping = replace(problem, recipe=replace(problem.recipe, overlap=Overlap(max_staleness=1)))
+    overlapping = problem.with_recipe(replace(problem.recipe, overlap=Overlap(max_staleness=1)))
     try:
         search = overlapping.search()
         found, synchronous = search.best(), problem.best()

@@ -6,7 +6,7 @@ Data goes through the room in this order:
 2. ``scoring`` computes logprobs, values and rewards of them by models, ``reward`` rewards by functions.
 3. ``reward_shaping`` subtracts penalties (``kl``); ``dynamic_sampling`` selects prompts.
 4. ``advantages`` and ``critic`` turn rewards into advantages.
-5. ``policy_update`` and ``policy_variants`` (loss: ``policy_loss``), ``critic`` and ``preference`` train, in
+5. ``policy_update`` and ``policy_variants`` (loss: ``policy_loss``), ``critic``, ``preference`` and ``sft`` train, in
    ``minibatches``.
 
 ``base`` defines what a node declares.
@@ -23,7 +23,8 @@ from rlflow.nodes import (
     reward,
     reward_shaping,
     scoring,
+    sft,
 )
 
 __all__ = ["advantages", "critic", "dynamic_sampling", "generate", "policy_update", "policy_variants"]
-__all__ += ["preference", "reward", "reward_shaping", "scoring"]
+__all__ += ["preference", "reward", "reward_shaping", "scoring", "sft"]

@@ -5,6 +5,7 @@ Shapes: B rollouts.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Annotated, ClassVar
 
 import numpy as np
@@ -12,8 +13,12 @@ from annotated_types import Ge, Le
 from numpy.typing import NDArray
 
 from rlflow.batch import Logprobs, Packed, Repeated, Rewards, RolloutAdvantages, Rollouts, TokenAdvantages
-from rlflow.nodes.base import Formula, Node, old_probability, times
+from rlflow.errors import GraphError, RecipeError
+from rlflow.nodes.base import Formula, GraphNode, Node, NodeView
+from rlflow.nodes.expressions import old_probability, times
 from rlflow.nodes.kl import Estimator, check_kl, kl_expression, old_difference, token_kl
+from rlflow.nodes.reward import Reward
+from rlflow.recipe import Recipe
 from rlflow.schema import Coefficient
 
 # Added to a batch's variance, as in verl and OpenRLHF: where all rewards agree, rounding errors stay small.
@@ -76,6 +81,22 @@ class GreedyAdvantage(Node, kind="greedy_advantage", unit="batch"):
 
     required_options: ClassVar[Mapping[str, Mapping[str, float]]] = {"greedy": {"temperature": 0, "group_size": 1}}
     other_responses: ClassVar[frozenset[str]] = frozenset({"greedy", "greedy_rewards"})
+
+    def check_graph(self, view: NodeView) -> None:
+        """Refuse a greedy response that is scored in another way than the others, or cut at another length."""
+        read = view.node.inputs
+        rewards, greedy_rewards = (_scoring(view.nodes, read[name]) for name in ("rewards", "greedy_rewards"))
+        if _measure(rewards) != _measure(greedy_rewards):
+            fact = f"scores the greedy response in another way than graph.{rewards.name} scores the others"
+            raise GraphError(f"graph.{greedy_rewards.name}", fact, fix=f"the same options as in graph.{rewards.name}")
+        for sampled, greedy in product(view.generators("rollouts"), view.generators("greedy")):
+            assert sampled.operation.sampling is not None
+            assert greedy.operation.sampling is not None
+            actual, expected = greedy.operation.sampling.max_tokens, sampled.operation.sampling.max_tokens
+            if actual != expected:
+                path = f"graph.{greedy.name}.max_tokens"
+                fact = f"{actual} differs from graph.{sampled.name}.max_tokens, which is {expected}"
+                raise GraphError(path, fact, fix=f"{path}={expected}")
 
     def formula(self, symbols: Mapping[str, str]) -> Formula:
         return Formula(symbol="A", expression=f"{symbols['rewards']} - {symbols['greedy_rewards']}")
@@ -164,6 +185,14 @@ class TeacherAdvantage(Node, kind="teacher_advantage", unit="sample"):
     responses alone, with the reverse KL divergence, estimated at the sampled token.
     """
 
+    def check_graph(self, view: NodeView) -> None:
+        """Refuse a teacher that starts with the weights of the policy, because the two always agree."""
+        teacher = view.origin("teacher")
+        for update in view.nodes.values():
+            trains = "Trains" in update.capabilities and view.node.name in update.inputs.values()
+            if trains and teacher is not None and teacher.role is not None:
+                _check_teacher(view.recipe, teacher.name, teacher.role, str(update.role))
+
     def formula(self, symbols: Mapping[str, str]) -> Formula:
         where = {**old_probability(symbols), "p_teacher": f"p by {symbols['teacher']}"}
         return Formula(symbol="A", expression="log(p_teacher / p_old)", where=where)
@@ -172,6 +201,30 @@ class TeacherAdvantage(Node, kind="teacher_advantage", unit="sample"):
         kl = token_kl("k1", rollouts, teacher, old_logprobs)
         values = Packed((-kl.values).astype(np.float32), kl.offsets)
         return TokenAdvantages(values=values, excluded=rollouts.failed)
+
+
+def _scoring(nodes: Mapping[str, GraphNode], name: str) -> GraphNode:
+    """Return the node that scores responses for the node of this name, which may only subtract penalties."""
+    node = nodes[name]
+    return _scoring(nodes, node.inputs["rewards"]) if "rewards" in node.inputs else node
+
+
+def _measure(node: GraphNode) -> object:
+    """Return what two nodes have in common if they give the same rewards."""
+    return node.role, node.operation.terms if isinstance(node.operation, Reward) else node.operation
+
+
+def _check_teacher(recipe: Recipe, node: str, teacher: str, policy: str) -> None:
+    """Check the models of the roles ``teacher``, which ``node`` asks, and ``policy``."""
+    if teacher == policy:
+        fact = f"the policy '{policy}' would be its own teacher, so that there is nothing to learn from it"
+        raise GraphError(f"graph.{node}.role", fact, fix="a role of its own, with a better model")
+    name, trained = recipe.roles[teacher].model, recipe.roles[policy].model
+    model, start = recipe.models[name], recipe.models[trained]
+    same = (model.path, model.recipe) == (start.path, start.recipe)
+    if name == trained or (not model.random_weights and same):
+        fact = f"has the weights with which '{policy}' starts, so that there is nothing to learn from it"
+        raise RecipeError(f"roles.{teacher}.model", fact, fix="name a better model")
 
 
 def groups_of(rollouts: Rollouts, rewards: Rewards) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

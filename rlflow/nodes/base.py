@@ -8,14 +8,16 @@ them to the ``run`` that it overrides. The runtime itself passes two further par
 - ``state`` holds what the node remembers from step to step: a ``State``, saved in checkpoints.
 """
 
-import inspect
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
-from types import UnionType
-from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal
 
+from rlflow.batch import Batch, Selection
+from rlflow.engines.base import Sampling, capabilities_of
 from rlflow.errors import GraphError
+from rlflow.nodes.signature import Input, read_signature
+from rlflow.recipe import Recipe
 from rlflow.schema import Section
 
 Unit = Literal["sample", "group", "batch"]
@@ -23,15 +25,6 @@ _FROM_RUNTIME = ("engine", "state")
 
 KINDS: dict[str, type["Node"]] = {}
 """The nodes that a recipe may name by kind."""
-
-
-@dataclass(frozen=True)
-class Input:
-    """An input of a node: a parameter of its ``run``."""
-
-    name: str
-    type: type
-    required: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,21 +41,18 @@ class Formula:
     """Expressions of further symbols in it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class NodeContext:
-    """The facts about the surrounding graph that a node may use when it warns about its options."""
+@dataclass(frozen=True)
+class Headline:
+    """A metric of a node that says in one number how a step went."""
 
-    connected: frozenset[str]
-    """The node's inputs that are connected."""
-    role: str | None
-    engine: str | None
-    """The engine of the node's role."""
-    dtype: str | None
-    """The number type of its role's model."""
-    samplers: tuple[str, ...]
-    """The engines that generate the responses which the node reads."""
-    max_staleness: int = 0
-    """The most versions by which these engines' weights are older than the trained ones."""
+    metric: str
+    """Its name below the node's: ``mean`` for ``rewards/mean``."""
+    format: str
+    """Its number of digits, as in ``.3f``."""
+    label: str = ""
+    """The word beside the number; by default the node's name."""
+    is_learned: bool = False
+    """True if it shows how much has been learned, so that it is drawn over the whole run."""
 
 
 @dataclass
@@ -105,6 +95,8 @@ class Node(Section):
     """The options with their values, for each input, that the node connected to this input must have."""
     other_responses: ClassVar[frozenset[str]] = frozenset()
     """The inputs that belong to other responses than ``rollouts`` and the rest, such as those of a greedy baseline."""
+    headline: ClassVar[Headline | None] = None
+    """The metric that the progress of a run shows for the node."""
 
     def __init_subclass__(
         cls, *, kind: str, unit: Unit, compares_groups: bool | None = None, reads_tokens: bool | None = None
@@ -139,45 +131,25 @@ class Node(Section):
         return cls._signature()[1]
 
     @classmethod
-    def check_signature(cls) -> None:
-        """Raise GraphError, its path counted from the node, for a ``run`` without all type annotations."""
-        try:
-            cls._signature()
-        except (AttributeError, KeyError, NameError, TypeError) as error:
-            raise GraphError(
-                "node", f"'{cls.kind}': the types of run cannot be read ({error!r})", fix="annotate all of it"
-            ) from None
-
-    @classmethod
     @cache  # because planning asks for signatures often
     def _signature(cls) -> tuple[tuple[Input, ...], type]:
-        """Return the inputs and the output of ``run``, which may pass ``**inputs`` to the ``run`` that it overrides."""
-        inputs: dict[str, Input] = {}
-        output: Any = None
-        for run in (vars(each)["run"] for each in cls.__mro__ if "run" in vars(each)):
-            hints: Mapping[str, Any] = get_type_hints(run)
-            output = output or hints["return"]
-            parameters = inspect.signature(run).parameters.values()
-            for each in parameters:
-                required = each.default is inspect.Parameter.empty
-                if each.kind is inspect.Parameter.KEYWORD_ONLY and required:
-                    raise TypeError(f"{each.name} is keyword-only, so it is not an input, and needs a default")
-                if each.name != "self" and each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
-                    inputs.setdefault(each.name, Input(each.name, _without_none(hints[each.name]), required))
-            if not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
-                return tuple(inputs.values()), output
-        raise AttributeError("run")
+        """Return the inputs and the output of ``run``. Raises GraphError, its path counted from the node."""
+        try:
+            return read_signature(cls)
+        except (AttributeError, KeyError, NameError, TypeError) as error:
+            fact = f"'{cls.kind}': the types of run cannot be read ({error!r})"
+            raise GraphError("node", fact, fix="annotate all of it") from None
 
     def check(self, connected: frozenset[str]) -> None:
         """Raise a UserError, its path counted from the node, for options that do not go with the inputs connected."""
 
-    def check_steps(self, steps: int) -> None:
-        """Raise a UserError, its path counted from the node, for options that do not go with the number of steps."""
+    def check_graph(self, view: "NodeView") -> None:
+        """Raise a UserError, its path counted from the recipe, for a node that does not go with the graph around it."""
 
     def check_host(self) -> None:
         """Raise a UserError or an EngineError where the node cannot run on this host, before anything starts."""
 
-    def cautions(self, context: NodeContext) -> Iterable[str]:
+    def cautions(self, view: "NodeView") -> Iterable[str]:
         """Return a line ``OPTION: REASON`` for each option that is legal and yet probably not what is wanted."""
         return ()
 
@@ -190,30 +162,114 @@ class Node(Section):
         """Return the number of first steps in which the node does not train its role yet."""
         return 0
 
+    @property
+    def sampling(self) -> Sampling | None:
+        """Return what a node that generates asks of its engine; None for every other node."""
+        return None
+
+    @property
+    def num_turns(self) -> int:
+        """Return the largest number of turns in which a response is generated."""
+        return 1
+
+    @property
+    def can_stream(self) -> bool:
+        """Return whether consumers may start with single responses, because the engine's output is the node's own."""
+        return False
+
     def new_state(self) -> State | None:
         """Return the state at the start of a run; None without one. By default a state needs no arguments."""
         kind = self.from_runtime().get("state")
         return None if kind is None else kind()
 
 
-def old_probability(symbols: Mapping[str, str]) -> Mapping[str, str]:
-    """Return where p_old comes from: from ``old_logprobs`` where that is connected, else from the sampling engine."""
-    return {"p_old": f"p by {symbols.get('old_logprobs') or symbols.get('rollouts', 'rollouts')}"}
+@dataclass(frozen=True, kw_only=True)
+class GraphNode:
+    """A node of the graph, with its role and its inputs."""
+
+    name: str
+    operation: Node
+    role: str | None
+    inputs: Mapping[str, str]
+    """For each connected parameter of ``run``, the node or source that it reads."""
+
+    @property
+    def capabilities(self) -> frozenset[str]:
+        """Return the capabilities that the node asks of its role's engine."""
+        capability = self.operation.capability()
+        return capabilities_of(capability) if capability else frozenset()
+
+    @property
+    def works_on_parts(self) -> bool:
+        """Return whether the node can process what it reads in parts: single samples, or complete groups.
+
+        A node with a role is called once, because a model's numbers depend on the batch. So is a node with a state,
+        which changes with every call, and one whose output has a number for the whole batch.
+        """
+        operation = self.operation
+        if operation.unit == "batch" or self.role is not None or not self.inputs:
+            return False
+        output = operation.output()
+        return operation.new_state() is None and issubclass(output, Batch) and not output.has_batch_numbers()
+
+    @property
+    def runs_on_every_host(self) -> bool:
+        """Return whether the node runs on every host, on the samples that lie there.
+
+        It reads tokens, and works on parts: a node with a state or one for the whole step runs in one place.
+        """
+        return self.works_on_parts and self.operation.reads_tokens
+
+    @property
+    def selects_prompts(self) -> bool:
+        """Return whether the node selects the prompts that a step trains on."""
+        return issubclass(self.operation.output(), Selection)
 
 
-def times(coefficient: float, term: str) -> str:
-    """Return the product, without a factor of 1."""
-    return term if coefficient == 1 else f"{coefficient:g} {term}"
+@dataclass(frozen=True, kw_only=True)
+class NodeView:
+    """A node with the graph and the recipe around it, for checks and cautions."""
 
+    node: GraphNode
+    nodes: Mapping[str, GraphNode]
+    """All nodes by name."""
+    recipe: Recipe
 
-def inheritance_depth(instance: object, method: str) -> int:
-    """Return how many base classes up a method is defined: a method overridden alone has outdated its formula."""
-    return next(depth for depth, owner in enumerate(type(instance).__mro__) if method in vars(owner))
+    @property
+    def path(self) -> str:
+        """Return the path of the node in the recipe."""
+        return f"graph.{self.node.name}"
 
+    @property
+    def engine(self) -> str | None:
+        """Return the engine of the node's role."""
+        return self.recipe.roles[self.node.role].engine if self.node.role else None
 
-def _without_none(hint: Any) -> type:
-    if isinstance(hint, UnionType) or get_origin(hint) is Union:
-        hint = next(part for part in get_args(hint) if part is not type(None))
-    if not isinstance(hint, type):
-        raise TypeError(f"{hint} is not a class")
-    return hint
+    @property
+    def dtype(self) -> str | None:
+        """Return the number type of its role's model."""
+        return self.recipe.models[self.recipe.roles[self.node.role].model].dtype if self.node.role else None
+
+    def origin(self, name: str) -> GraphNode | None:
+        """Return the node that an input reads; None for data, and for an input that is not connected."""
+        return self.nodes.get(self.node.inputs.get(name, ""))
+
+    def generators(self, name: str = "rollouts") -> Iterator[GraphNode]:
+        """Yield the nodes that generate the rollouts of an input, which other nodes may only select."""
+        origin = self.origin(name)
+        if origin is not None and origin.operation.sampling:
+            yield origin
+        elif origin is not None:
+            yield from replace(self, node=origin).generators()
+
+    @property
+    def trained_roles(self) -> list[str]:
+        """Return the roles that some node trains, in the order of the nodes."""
+        trained = (node.role for node in self.nodes.values() if node.role and "Trains" in node.capabilities)
+        return list(dict.fromkeys(trained))
+
+    @property
+    def samplers(self) -> tuple[str, ...]:
+        """Return the engines that generate the responses which the node reads directly."""
+        read = (node for node in self.nodes.values() if node.name in self.node.inputs.values())
+        return tuple(self.recipe.roles[node.role].engine for node in read if node.role and node.operation.sampling)

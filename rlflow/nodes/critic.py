@@ -15,7 +15,8 @@ from rlflow.batch import Logprobs, Metrics, Packed, Rewards, Rollouts, TokenAdva
 from rlflow.batch.packed import offsets_of
 from rlflow.engines.base import TrainsValues
 from rlflow.nodes.advantages import WHITENED, whiten
-from rlflow.nodes.base import Formula, Node, times
+from rlflow.nodes.base import Formula, Node
+from rlflow.nodes.expressions import times
 from rlflow.nodes.kl import Estimator, KlCoefficient, check_kl, kl_expression, old_difference, token_kl
 from rlflow.nodes.minibatches import OptimizerSteps, Weighting, mean_metrics, train
 from rlflow.schema import ClipDistance, Coefficient, Count, Divergence

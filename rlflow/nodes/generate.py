@@ -5,13 +5,13 @@ from typing import Annotated, Self
 
 from annotated_types import Ge, Le
 
-from rlflow.batch import Conversations, Prompts, Rollouts
+from rlflow.batch import MAX_ROWS, Conversations, Prompts, Rollouts
 from rlflow.engines.base import Generates, Sampling
 from rlflow.environments.base import load_environment
 from rlflow.environments.conversations import EnvironmentTurns
 from rlflow.environments.options import TurnOptions
-from rlflow.errors import RecipeError
-from rlflow.nodes.base import Node
+from rlflow.errors import GraphError, RecipeError
+from rlflow.nodes.base import Headline, Node, NodeView
 from rlflow.rewards.pool import ProcessPool
 from rlflow.schema import Count, TopP
 
@@ -32,17 +32,14 @@ class Generate(Node, kind="generate", unit="sample"):
     top_p: TopP = 1.0
     """Sample from the likeliest tokens whose probabilities add up to this share."""
 
+    headline = Headline("length_mean", ".1f", label="length")
+
     @property
     def sampling(self) -> Sampling:
         """Return what the engine is asked for."""
         return Sampling(
             max_tokens=self.max_tokens, group_size=self.group_size, temperature=self.temperature, top_p=self.top_p
         )
-
-    @property
-    def num_turns(self) -> int:
-        """Return the largest number of turns in which a response is generated."""
-        return 1
 
     @property
     def can_stream(self) -> bool:
@@ -72,6 +69,12 @@ class Generate(Node, kind="generate", unit="sample"):
         if 0 < self.temperature < _LEAST_TEMPERATURE:
             fact = f"{self.temperature:g} is so low that engines take the likeliest token"
             raise RecipeError("temperature", fact, fix=f"use {_LEAST_TEMPERATURE:g} or more, or 0")
+
+    def check_graph(self, view: NodeView) -> None:
+        batch_size = view.recipe.data.batch_size
+        if batch_size * self.group_size > MAX_ROWS:
+            fact = f"{self.group_size} responses to each of {batch_size} prompts are more than {MAX_ROWS}"
+            raise GraphError(f"{view.path}.group_size", fact, fix="smaller groups, or a smaller data.batch_size")
 
     def run(self, engine: Generates, prompts: Prompts) -> Rollouts:
         return engine.generate(prompts, self.sampling)

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from rlflow.batch import Logprobs, Packed, Rollouts
 from rlflow.errors import GraphError
-from rlflow.nodes.base import State, old_probability
+from rlflow.nodes.base import State
+from rlflow.nodes.expressions import old_probability
 
 if TYPE_CHECKING:
     from torch import Tensor

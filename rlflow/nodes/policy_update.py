@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 import numpy as np
 from annotated_types import Ge, Gt, Le, Unit
 
-from rlflow.batch import Advantages, Examples, Logprobs, Metrics, Packed, Rollouts
+from rlflow.batch import Advantages, Logprobs, Metrics, Packed, Rollouts
 from rlflow.engines.base import Trains
 from rlflow.errors import GraphError, RecipeError
-from rlflow.nodes.base import Formula, Node, NodeContext, inheritance_depth, old_probability, times
+from rlflow.nodes.base import Formula, GraphNode, Headline, Node, NodeView
+from rlflow.nodes.expressions import inheritance_depth, old_probability, times
 from rlflow.nodes.kl import Estimator, KlCoefficient, check_kl, kl_expression, ratio
 from rlflow.nodes.minibatches import Aggregation, OptimizerSteps, Weighting, mean_metrics, train
-from rlflow.nodes.policy_loss import Correction, LikelihoodLoss, PolicyLoss, clipped_expression, clipped_surrogate
+from rlflow.nodes.policy_loss import Correction, PolicyLoss, clipped_expression, clipped_surrogate
 from rlflow.schema import ClipDistance, ClipShare, Coefficient, Count, CountOrZero, Divergence, Section
 
 if TYPE_CHECKING:
@@ -69,6 +70,8 @@ class PolicyGradient(Section):
         "tis_imp_ratio_cap": f"{_OLD} and correction: {{level: token, outside: bound, max_ratio: 2}}",
         "icepop": f"{_OLD} and correction: {{level: token, outside: mask, min_ratio: 0.5, max_ratio: 5}}",
     }
+
+    headline: ClassVar[Headline | None] = Headline("kl", ".4f", label="kl")
 
     aggregation: Aggregation = "token"
     """The unit of equal weight in a minibatch: every ``token``, every ``sequence``, or each token over a ``constant``.
@@ -190,30 +193,37 @@ class PolicyGradient(Section):
                 fix="both aggregation: constant and a constant_length, or neither",
             )
 
-    def check_steps(self, steps: int) -> None:
+    def check_graph(self, view: NodeView) -> None:
+        path, role, steps = f"{view.path}.critic_warmup", view.node.role, view.recipe.steps
         if self.critic_warmup >= steps:
             fact = f"{self.critic_warmup} warm-up steps leave none of the {steps} steps to train the policy"
-            raise RecipeError("critic_warmup", fact, fix="fewer, or more steps")
+            raise RecipeError(path, fact, fix="fewer, or more steps")
+        for generator in view.generators():
+            _check_sampling(view, generator)
+        if self.critic_warmup and view.trained_roles == [role]:
+            fact = f"{self.critic_warmup} steps would train nothing: no node trains a critic"
+            raise GraphError(path, fact, fix=f"{path}=0, or roles.{role}.optimizer.warmup_steps")
 
-    def cautions(self, context: NodeContext) -> Iterator[str]:
+    def cautions(self, view: NodeView) -> Iterator[str]:
         if self.kl_coef and self.kl_estimator == "k1":
             yield "kl_estimator: in a loss the gradient of k1 is zero on average, so it does nothing; use k2 or k3"
-        if context.max_staleness >= _STALE and self.correction is None:
+        staleness = view.recipe.overlap.max_staleness
+        if staleness >= _STALE and self.correction is None:
             yield (
-                f"correction: is missing, and tokens are up to {context.max_staleness} versions old, which slows "
-                f"learning; add old_logprobs: {{node: logprobs, role: {context.role}}} and correction: "
+                f"correction: is missing, and tokens are up to {staleness} versions old, which slows "
+                f"learning; add old_logprobs: {{node: logprobs, role: {view.node.role}}} and correction: "
                 "{level: token, outside: bound, max_ratio: 2}"
             )
         # In float32 engines agree to about 1e-6, far from every bound of a ratio.
-        if context.samplers and context.dtype != "float32" and "old_logprobs" not in context.connected:
-            yield from self.mismatch_cautions(context)
+        if view.samplers and view.dtype != "float32" and "old_logprobs" not in view.node.inputs:
+            yield from self.mismatch_cautions(view)
 
-    def mismatch_cautions(self, context: NodeContext) -> Iterator[str]:
+    def mismatch_cautions(self, view: NodeView) -> Iterator[str]:
         """Yield the cautions for a sampler whose logprobs differ numerically, without ``old_logprobs``."""
         yield (
-            f"old_logprobs: is missing, so clipping also acts on the numerical difference between {context.engine} and "
-            f"{' and '.join(context.samplers)} in {context.dtype}; add old_logprobs: {{node: logprobs, role: "
-            f"{context.role}}}, and perhaps a correction"
+            f"old_logprobs: is missing, so clipping also acts on the numerical difference between {view.engine} and "
+            f"{' and '.join(view.samplers)} in {view.dtype}; add old_logprobs: {{node: logprobs, role: "
+            f"{view.node.role}}}, and perhaps a correction"
         )
 
     def formula(self, symbols: Mapping[str, str]) -> Formula:
@@ -232,6 +242,20 @@ class PolicyGradient(Section):
         where = {**surrogate.where, **(old_probability(symbols) if is_old_used else {}), **where}
         rows = "finished responses" if self.skip_truncated else "responses"
         return Formula(symbol="L", expression=f"{self._weighting.expression(rows)} of [{terms}]", where=where)
+
+
+def _check_sampling(view: NodeView, generator: GraphNode) -> None:
+    """Check that a policy trains on its own responses, and that they differ."""
+    role, trained, sampling = str(generator.role), str(view.node.role), generator.operation.sampling
+    if role != trained and view.recipe.roles[role].follows != trained:
+        fact = f"{view.path} trains '{trained}' on responses of '{role}', which never gets its weights"
+        raise RecipeError(f"roles.{role}.follows", fact, fix=f"roles.{role}.follows={trained}")
+    if sampling is not None and sampling.temperature == 0:
+        fact = f"with 0 all responses to a prompt are the same, and {view.path} learns from their differences"
+        settings = {name: node.operation.sampling for name, node in view.nodes.items()}
+        sampled = [name for name, setting in settings.items() if setting is not None and setting.temperature > 0]
+        fix = f"{view.path}.rollouts={sampled[0]}" if sampled else f"graph.{generator.name}.temperature=1"
+        raise GraphError(f"graph.{generator.name}.temperature", fact, fix=fix)
 
 
 def check_clipping(low: float, high: float | None) -> None:
@@ -272,18 +296,3 @@ class PolicyUpdate(PolicyGradient, Node, kind="policy_update", unit="batch"):
     def surrogate(self, logprobs: "Tensor", columns: "Columns") -> "Loss":
         ratios = ratio(logprobs - columns["old_logprobs"])
         return clipped_surrogate(ratios, columns["advantages"], self.clip_eps, self.clip_eps_high, self.dual_clip)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SftUpdate(Node, kind="sft_update", unit="batch"):
-    """Supervised training on the responses of the data set."""
-
-    num_minibatches: Count = 1
-    """The number of optimizer steps that the examples are divided among."""
-
-    def formula(self, symbols: Mapping[str, str]) -> Formula:
-        return Formula(symbol="L", expression=f"{Weighting().expression('responses')} of [-log p]")
-
-    def run(self, engine: Trains, examples: Examples) -> Metrics:
-        steps = train(engine, examples, {}, LikelihoodLoss(), OptimizerSteps(num_minibatches=self.num_minibatches))
-        return Metrics(values=mean_metrics(steps))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from annotated_types import Gt, Le
 
-from rlflow.nodes.base import Formula, Node, NodeContext
+from rlflow.nodes.base import Formula, Node, NodeView
 from rlflow.nodes.kl import ratio
 from rlflow.nodes.minibatches import Aggregation
 from rlflow.nodes.policy_loss import clip_fractions, clipped_expression, clipped_surrogate, means_over_responses
@@ -86,8 +86,8 @@ class CispoUpdate(PolicyGradient, Node, kind="cispo_update", unit="batch"):
 class ReinforceUpdate(PolicyGradient, Node, kind="reinforce_update", unit="batch"):
     """REINFORCE: -A log p. It has no ratio, so it is for one optimizer step on the policy's own responses."""
 
-    def cautions(self, context: NodeContext) -> Iterator[str]:
-        yield from super().cautions(context)
+    def cautions(self, view: NodeView) -> Iterator[str]:
+        yield from super().cautions(view)
         for option in ("num_minibatches", "num_epochs"):
             if (count := getattr(self, option)) > 1:
                 yield (
@@ -95,11 +95,11 @@ class ReinforceUpdate(PolicyGradient, Node, kind="reinforce_update", unit="batch
                     "responses of an older policy as if they were its own; use 1, or policy_update"
                 )
 
-    def mismatch_cautions(self, context: NodeContext) -> Iterator[str]:
+    def mismatch_cautions(self, view: NodeView) -> Iterator[str]:
         yield (
-            f"correction: is missing, so responses of {' and '.join(context.samplers)} count as if {context.engine} "
-            f"had sampled them, which is not exact in {context.dtype}; add old_logprobs: {{node: logprobs, role: "
-            f"{context.role}}} and a correction"
+            f"correction: is missing, so responses of {' and '.join(view.samplers)} count as if {view.engine} "
+            f"had sampled them, which is not exact in {view.dtype}; add old_logprobs: {{node: logprobs, role: "
+            f"{view.node.role}}} and a correction"
         )
 
     def surrogate_formula(self, advantage: str) -> Formula:

@@ -6,7 +6,7 @@ Shapes: P pairs, T response tokens of a micro-batch, which has both responses of
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import numpy as np
 from annotated_types import Ge, Le, Lt
@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from rlflow.batch import Logprobs, Metrics, Pairs
 from rlflow.engines.base import Evaluates, Scores, TokenLoss, TrainsLogprobs, TrainsReward
-from rlflow.nodes.base import Formula, Node, times
+from rlflow.nodes.base import Formula, Headline, Node
+from rlflow.nodes.expressions import times
 from rlflow.nodes.minibatches import OptimizerSteps, Weighting, mean_metrics, train
 from rlflow.nodes.policy_loss import sums_over_responses
 from rlflow.nodes.scoring import REWARD_OUTPUT
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class Preference(Section):
     """The base of updates on pairs. A kind of node derives from this and from Node."""
+
+    headline: ClassVar[Headline | None] = Headline("accuracy", ".3f", label="accuracy", is_learned=True)
 
     num_minibatches: Count = 1
     """The number of optimizer steps that the pairs are divided among."""

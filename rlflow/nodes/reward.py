@@ -13,8 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlflow.batch import Conversations, Rewards, Rollouts, count_reasons, known_mean
-from rlflow.errors import EngineError, RecipeError, below
-from rlflow.nodes.base import Formula, Node, times
+from rlflow.errors import EngineError, GraphError, RecipeError, below
+from rlflow.nodes.base import Formula, Node, NodeView
+from rlflow.nodes.expressions import times
+from rlflow.nodes.scoring import REWARD_HEADLINE
 from rlflow.rewards.base import MAX_FLOAT32, Failure, Outcome
 from rlflow.rewards.callables import RewardTerm
 from rlflow.rewards.pool import ProcessPool
@@ -51,6 +53,8 @@ class SummedRewards(Rewards):
 class Reward(Node, kind="reward", unit="sample"):
     """A number for each rollout: the result of a function, or the weighted sum of several."""
 
+    headline = REWARD_HEADLINE
+
     function: str | None = None
     """A name from rlflow.rewards.functions, or ``package.module:function``: short for ``functions`` with one entry."""
     functions: Mapping[str, RewardTerm] = field(default_factory=dict)
@@ -80,6 +84,15 @@ class Reward(Node, kind="reward", unit="sample"):
                 raise
             fix = f"functions: {{{function}: {{options: {{...}}}}}} in its place"
             raise RecipeError("function", f"'{function}' needs options: {error.path} {error.fact}", fix=fix) from None
+
+    def check_graph(self, view: NodeView) -> None:
+        for name, term in self.terms.items():
+            for generator in view.generators() if (term.function or name) == "environment" else ():
+                if not getattr(generator.operation, "gives_rewards", False):
+                    path = f"{view.path}.function" if self.function else f"{view.path}.functions.{name}"
+                    fact = f"no environment gives rewards to the responses of graph.{generator.name}"
+                    fix = "another function, or a node 'converse' whose environment gives rewards"
+                    raise GraphError(path, fact, fix=fix)
 
     def check_host(self) -> None:
         ProcessPool(self.terms).stop()

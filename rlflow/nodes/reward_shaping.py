@@ -9,25 +9,13 @@ from typing import Annotated
 
 import numpy as np
 from annotated_types import Unit
-from numpy.typing import NDArray
 
-from rlflow.batch import Batch, Logprobs, Rewards, Rollouts, known_mean
+from rlflow.batch import Divergences, Logprobs, Rewards, Rollouts
 from rlflow.errors import RecipeError
-from rlflow.nodes.base import Formula, Node, times
+from rlflow.nodes.base import Formula, Node, NodeView
+from rlflow.nodes.expressions import times
 from rlflow.nodes.kl import Estimator, KlCoefficient, check_target, kl_expression, old_difference, token_kl
 from rlflow.schema import Coefficient, Count, Divergence
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Divergences(Batch):
-    """The KL divergence of each response from a reference."""
-
-    values: NDArray[np.float32]
-    """[B], in nats, summed over each response."""
-
-    def metrics(self) -> Mapping[str, float]:
-        """Return the mean divergence."""
-        return {"mean": known_mean(self.values)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +82,13 @@ class OverlongPenalty(Node, kind="overlong_penalty", unit="sample", reads_tokens
         if self.buffer_tokens > self.max_tokens:
             fact = f"{self.buffer_tokens} is more than max_tokens, which is {self.max_tokens}"
             raise RecipeError("buffer_tokens", fact, fix=f"use {self.max_tokens} or less")
+
+    def check_graph(self, view: NodeView) -> None:
+        for generator in view.generators():
+            sampling = generator.operation.sampling
+            if sampling is not None and self.max_tokens > (limit := sampling.max_tokens):
+                fact = f"{self.max_tokens} is more than graph.{generator.name}.max_tokens, which is {limit}"
+                raise RecipeError(f"{view.path}.max_tokens", fact, fix=f"{view.path}.max_tokens={limit}")
 
     def formula(self, symbols: Mapping[str, str]) -> Formula:
         over = f"clip((tokens - {self.max_tokens - self.buffer_tokens}) / {self.buffer_tokens}, 0, 1)"

@@ -8,8 +8,9 @@ import numpy as np
 from rlflow.batch import Logprobs, Rewards, Rollouts, Sequences, ValueEstimates, describe_samples
 from rlflow.engines.base import Evaluates, Scores, ScoresBase, Values
 from rlflow.errors import NotFiniteError
-from rlflow.nodes.base import Formula, Node
+from rlflow.nodes.base import Formula, Headline, Node
 
+REWARD_HEADLINE = Headline("mean", ".3f", is_learned=True)
 REWARD_OUTPUT = "the output of the reward model's head at the last token"
 """The reward in the formulas of losses."""
 
@@ -47,6 +48,8 @@ class ScoreValues(Node, kind="values", unit="sample"):
 @dataclass(frozen=True, kw_only=True)
 class RewardModel(Node, kind="reward_model", unit="sample"):
     """The reward of each response by the role's model, at the last token; none for a failed conversation."""
+
+    headline = REWARD_HEADLINE
 
     def formula(self, symbols: Mapping[str, str]) -> Formula:
         return Formula(symbol="r", expression=REWARD_OUTPUT)

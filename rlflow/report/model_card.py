@@ -5,11 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from rlflow._version import __version__
-from rlflow.compiler.lower import trained_model
+from rlflow.compiler.models import trained_model
 from rlflow.compiler.plan import Plan
 from rlflow.data.source import is_local
 from rlflow.engines.base import Head, choose_head
-from rlflow.nodes.generate import Generate
 from rlflow.recipe import Model, Optimizer
 from rlflow.recipe.evaluation import PREFIX
 from rlflow.report.formula import loss_lines
@@ -136,7 +135,7 @@ def _training(plan: Plan, role: str, base: Model, earlier: Sequence[str]) -> Ite
     yield "data", _describe_data(recipe.data.source)
     yield "rows in a step", str(recipe.data.batch_size)
     for node in plan.graph.nodes:
-        if isinstance(made := node.operation, Generate):
+        if (made := node.operation.sampling) is not None:
             yield (
                 f"`{node.name}`",
                 f"{made.group_size} per prompt, up to {made.max_tokens} tokens each, temperature {made.temperature:g}",

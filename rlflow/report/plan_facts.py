@@ -51,9 +51,9 @@ def _answers(plan: Plan) -> Iterator[tuple[str, str]]:
             yield "speed", f"{node}: MFU {time.mfu:.0%}"
         if time.token_seconds is not None:
             yield "speed", f"{node}: {1000 * time.token_seconds:.3g} ms for each token of a response"
-    problem = Problem(plan.recipe, plan.cluster, plan.calibration)
+    problem = Problem(plan.recipe, plan.graph, plan.cluster, plan.calibration)
     if plan.prediction.verdict is Verdict.FITS:
-        for index, size in enumerate(largest_sizes(problem, plan.graph)):
+        for index, size in enumerate(largest_sizes(problem)):
             yield "" if index else "largest", size
     if pins := cost_of_pins(problem):
         yield "pins", pins

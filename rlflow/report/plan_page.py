@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.compiler.graph import GraphNode
-from rlflow.compiler.lower import training_memory
+from rlflow.compiler.models import training_memory
 from rlflow.compiler.plan import Plan, format_duration, write_plan
 from rlflow.errors import RecipeError
 from rlflow.recipe.load import to_yaml

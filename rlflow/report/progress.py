@@ -1,7 +1,7 @@
 """The progress of a run: a bar with figures on a terminal, plain lines in files and pipes."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -11,11 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from rlflow.compiler.plan import Plan
-from rlflow.nodes.generate import Generate
-from rlflow.nodes.policy_update import PolicyGradient, SftUpdate
-from rlflow.nodes.preference import Preference
-from rlflow.nodes.reward import Reward
-from rlflow.nodes.scoring import RewardModel
+from rlflow.nodes.base import Headline
 from rlflow.recipe.evaluation import PREFIX
 from rlflow.report.formats import format_seconds
 from rlflow.report.records import METRICS, read_lines
@@ -55,7 +51,8 @@ class ProgressDisplay(Observer):
     def started(self, plan: Plan, directory: Path, step: int) -> None:
         self._plan, self._directory = plan, directory
         self._steps = plan.recipe.steps
-        self._columns = _metric_columns(plan)
+        self._columns = [(label, metric, headline.format) for label, metric, headline in _headlines(plan)]
+        self._columns.append(("tokens/s", "tokens_per_second", ".0f"))
         options, split = plan.recipe.evaluation, plan.recipe.data.eval_split
         figure = options.figure(split, plan.graph.evaluation_metric) if options else ""
         self._figure = f"held-out {figure.removeprefix(PREFIX)}"
@@ -63,7 +60,7 @@ class ProgressDisplay(Observer):
         since = f", from step {step}" if step else ""
         self._console.print(f"[bold]{plan.recipe.name}[/]: {self._steps} steps{since}, in {directory}", soft_wrap=True)
         if self._console.is_terminal:
-            self._curve_label, self._curve_metric = _curve_of(self._columns)
+            self._curve_label, self._curve_metric = _curve_of(plan)
             # The curve of a continued run begins where the run began.
             path = directory / METRICS
             earlier = read_lines(path) if step and path.exists() else []
@@ -143,26 +140,15 @@ _ENGINE_SPEED = "/engines/tokens_per_second"
 _LIVE_COLUMNS = [("memory", "memory/fullest", ".0%"), ("staleness", "overlap/staleness_mean", ".1f")]
 
 
-def _metric_columns(plan: Plan) -> list[tuple[str, str, str]]:
-    """Return label, metric and format of the columns, which depend on the kinds of the graph's nodes."""
-    shown = []
+def _headlines(plan: Plan) -> Iterator[tuple[str, str, Headline]]:
+    """Yield the headlines of the graph's nodes, each after its label and the name of its metric."""
     for node in plan.graph.nodes:
-        match node.operation:
-            case Reward() | RewardModel():
-                label = "reward" if node.name == "rewards" else node.name
-                shown.append((label, f"{node.name}/mean", ".3f"))
-            case Generate():
-                shown.append(("length", f"{node.name}/length_mean", ".1f"))
-            case PolicyGradient():
-                shown.append(("kl", f"{node.name}/kl", ".4f"))
-            case Preference():
-                shown.append(("accuracy", f"{node.name}/accuracy", ".3f"))
-            case SftUpdate():
-                shown.append(("loss", f"{node.name}/loss", ".4f"))
-    return [*shown, ("tokens/s", "tokens_per_second", ".0f")]
+        if (headline := node.operation.headline) is not None:
+            label = headline.label or ("reward" if node.name == "rewards" else node.name)
+            yield label, f"{node.name}/{headline.metric}", headline
 
 
-def _curve_of(columns: Sequence[tuple[str, str, str]]) -> tuple[str, str]:
-    """Return label and metric of the column that is drawn over the run: the first reward, accuracy or loss."""
-    learned = [(label, name) for label, name, _ in columns if name.rpartition("/")[2] in ("mean", "accuracy", "loss")]
-    return learned[0] if learned else ("", "")
+def _curve_of(plan: Plan) -> tuple[str, str]:
+    """Return label and metric of the headline that is drawn over the run: the first reward, accuracy or loss."""
+    learned = ((label, metric) for label, metric, headline in _headlines(plan) if headline.is_learned)
+    return next(learned, ("", ""))

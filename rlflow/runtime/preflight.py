@@ -1,5 +1,6 @@
 """The checks of a run before anything starts: its directory, the host, tokenizers, and the lengths of examples."""
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,14 +8,15 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from rlflow.compiler.checks import check_reward_folders
+from rlflow.compiler.checks.models import FIX_REWARD_MODEL, reward_models
 from rlflow.compiler.continuation import experiment_of
-from rlflow.compiler.lower import model_architecture, trained_model
+from rlflow.compiler.graph import Graph
+from rlflow.compiler.models import model_architecture, trained_model
 from rlflow.compiler.plan import Plan
 from rlflow.data.source import DataSource
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.errors import RecipeError
-from rlflow.recipe import Recipe
+from rlflow.recipe import Model, Recipe
 from rlflow.runtime.checkpoint import Checkpoint, RunProgress, checkpoints, last
 from rlflow.runtime.protocols import Runtime
 from rlflow.runtime.ray.engine_specs import is_on_gpu
@@ -60,6 +62,26 @@ def check_before_start(plan: Plan, directory: Path, runtime: Runtime, *, resume:
     check_reward_folders(plan.recipe, plan.graph)
     for node in plan.graph.nodes:
         node.operation.check_host()
+
+
+def check_reward_folders(recipe: Recipe, graph: Graph) -> None:
+    """Read ``config.json`` of the reward models on this machine. Raises RecipeError for a model of another kind."""
+    for name, model in reward_models(recipe, graph):
+        classes = _model_classes(model)
+        if classes and not any(name.endswith("ForSequenceClassification") for name in classes):
+            fact = f"'{model.path}' is not a reward model: its config.json names {', '.join(classes)}"
+            raise RecipeError(f"models.{name}.path", fact, fix=FIX_REWARD_MODEL)
+
+
+def _model_classes(model: Model) -> list[str]:
+    """Return the classes that a model's ``config.json`` names; none where it cannot be read, which loading reports."""
+    if model.path is None:
+        return []
+    try:
+        config = json.loads((Path(os.path.expanduser(model.path)) / "config.json").read_text())
+        return list(config["architectures"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
 
 
 def last_checkpoint(plan: Plan, directory: Path, *, resume: bool) -> tuple[Checkpoint | None, RunProgress]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlflow.compiler import compile_recipe
-from rlflow.compiler.lower import models_in_use, trained_role
+from rlflow.compiler.models import models_in_use, trained_role
 from rlflow.compiler.plan import Plan
 from rlflow.data.encoding import Rows
 from rlflow.data.source import DataSource, SourceEdge, open_training_data

@@ -6,12 +6,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from rlflow.compiler.checks import check_recorded_steps
+from rlflow.compiler.checks import check_run
 from rlflow.compiler.plan import Plan, write_plan
 from rlflow.data.source import load_held_out, load_rows
 from rlflow.engines.journal import open_journal
 from rlflow.engines.registry import engine_kind
-from rlflow.errors import EngineError, RecipeError
+from rlflow.errors import EngineError
 from rlflow.recipe.options import RunOptions
 from rlflow.runtime.checkpoint import (
     CheckpointWriter,
@@ -85,10 +85,7 @@ def _opened(
     stop: Callable[[], bool],
 ) -> Iterator[Session]:
     """Check everything, read the data and start the engines; stop them on exit."""
-    check_recorded_steps(plan.recipe.steps, options.trace, options.profile)
-    if options.tune and plan.recipe.overlap.max_staleness:
-        fact = "compares the times of steps, which overlap.max_staleness lets overlap"
-        raise RecipeError("tune", fact, fix="tune=false, or overlap.max_staleness=0")
+    check_run(plan.recipe, options)
     check_directory(directory, resume=resume)
     with locked(directory):
         check_before_start(plan, directory, runtime, resume=resume)

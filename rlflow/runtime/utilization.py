@@ -6,7 +6,7 @@ from functools import wraps
 from typing import Any
 
 from rlflow.batch import Metrics, Minibatch
-from rlflow.compiler.lower import role_architecture
+from rlflow.compiler.models import role_architecture
 from rlflow.compiler.plan import Plan
 from rlflow.engines.base import TokenLoss
 from rlflow.engines.causal_lm.micro_batches import prompt_numbers

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import rlflow
-from rlflow.compiler.lower import models_in_use
+from rlflow.compiler.models import models_in_use
 from rlflow.compiler.plan import Plan
 from rlflow.engines.base import CAPABILITIES, Sampling
 from rlflow.errors import PlacementError, RecipeError

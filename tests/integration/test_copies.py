@@ -13,7 +13,7 @@ import pytest
 import ray
 
 import rlflow
-from rlflow.compiler.lower import models_in_use
+from rlflow.compiler.models import models_in_use
 from rlflow.engines.base import EngineSpec, GpuTransport, Sampling
 from rlflow.engines.buckets import Bucket
 from rlflow.errors import EngineError

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import rlflow
-from rlflow.compiler.lower import models_in_use
+from rlflow.compiler.models import models_in_use
 from rlflow.compiler.plan import Plan
 from rlflow.data.source import load_rows, open_training_data
 from rlflow.engines.causal_lm.pretrained import load_tokenizer

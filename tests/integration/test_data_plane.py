@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 import rlflow
 from benchmarks.traffic import counted
 from rlflow.batch import Logprobs, Packed, Sequences
-from rlflow.compiler.lower import models_in_use
+from rlflow.compiler.models import models_in_use
 from rlflow.compiler.plan import Plan
 from rlflow.data.source import DataSource, load_rows, open_training_data
 from rlflow.engines.causal_lm.pretrained import load_tokenizer

@@ -8,7 +8,7 @@ import pytest
 import ray
 
 import rlflow
-from rlflow.compiler.lower import models_in_use
+from rlflow.compiler.models import models_in_use
 from rlflow.engines.base import EngineSpec, Sampling
 from rlflow.engines.sharded.process_group import join_process_group
 from rlflow.errors import EngineError

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlflow.compiler.lower import models_in_use
+from rlflow.compiler.models import models_in_use
 from rlflow.data.source import DataSource, load_rows, open_training_data
 from rlflow.engines.base import sample_seed
 from rlflow.engines.causal_lm.pretrained import load_model, load_tokenizer

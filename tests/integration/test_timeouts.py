@@ -10,7 +10,7 @@ import torch
 from torch.distributed import distributed_c10d
 
 import rlflow
-from rlflow.compiler.lower import models_in_use
+from rlflow.compiler.models import models_in_use
 from rlflow.engines.base import EngineSpec
 from rlflow.engines.sharded import process_group as group
 from rlflow.errors import PlacementError

@@ -18,7 +18,7 @@ import ray
 import rlflow
 from rlflow.batch import Rollouts
 from rlflow.compiler.graph import Graph
-from rlflow.compiler.lower import models_in_use
+from rlflow.compiler.models import models_in_use
 from rlflow.compiler.plan import Plan
 from rlflow.engines.base import EngineSpec, Sampling
 from rlflow.engines.fake import FakeEngine

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from pathlib import Path
 from typing import Any, cast
 
-from rlflow.compiler.lower import role_architecture
+from rlflow.compiler.models import role_architecture
 from rlflow.compiler.plan import Plan
 from rlflow.engines.journal import journal_folder
 from rlflow.engines.memory import FULLEST

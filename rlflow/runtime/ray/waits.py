@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from rlflow.batch import Batch, describe_samples
-from rlflow.compiler.lower import role_architecture
+from rlflow.compiler.models import role_architecture
 from rlflow.compiler.plan import Plan
 from rlflow.runtime.objects.slices import BatchSlice
 

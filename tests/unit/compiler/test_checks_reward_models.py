@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 import rlflow
-from rlflow.compiler.checks import check_reward_folders
 from rlflow.compiler.wire import wire
 from rlflow.errors import RecipeError
 from rlflow.recipe import Model, Recipe
 from rlflow.runtime.local import LocalRuntime
+from rlflow.runtime.preflight import check_reward_folders
 from rlflow.runtime.run import run
 from tests.conftest import CONFIG_DIR
 from tests.helpers import MODEL, load

@@ -12,11 +12,11 @@ from rlflow.nodes.advantages import GroupAdvantage
 from rlflow.nodes.base import KINDS, Node, State
 from rlflow.nodes.reward import Reward
 from tests.conftest import CONFIG_DIR
-from tests.helpers import load
+from tests.helpers import checked_graph, load
 
 
 def wired(*overrides: str) -> Any:
-    return wire(load("recipe=fake", *overrides, config_dir=CONFIG_DIR))
+    return checked_graph(load("recipe=fake", *overrides, config_dir=CONFIG_DIR))
 
 
 def test_every_node_comes_after_its_inputs() -> None:
@@ -56,7 +56,7 @@ def test_remax_scores_its_baseline_like_the_responses(overrides: list[str]) -> N
 def test_a_reward_that_only_evaluation_uses() -> None:
     assert {node.name for node in wire(load("recipe=distill_tiny")).nodes} >= {"rewards", "advantages"}
     with pytest.raises(UserError, match=r"^graph\.rewards: no node reads its Rewards"):
-        wire(load("recipe=distill_tiny", "evaluation=null"))
+        checked_graph(load("recipe=distill_tiny", "evaluation=null"))
 
 
 def test_no_option_has_the_name_of_an_input() -> None:
@@ -169,7 +169,7 @@ def test_keyword_only_parameters_are_not_inputs() -> None:
 
     assert [each.name for each in Scaled.inputs()] == ["rollouts"]
     with pytest.raises(GraphError, match="rollouts is keyword-only, so it is not an input, and needs a default"):
-        Refused.check_signature()
+        Refused.inputs()
 
 
 def test_two_nodes_of_one_kind() -> None:

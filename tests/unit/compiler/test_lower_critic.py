@@ -10,7 +10,7 @@ from rlflow.compiler.wire import wire
 from rlflow.errors import UserError
 from rlflow.recipe import Model
 from rlflow.resources.models.architecture import ScalarModel
-from tests.helpers import load
+from tests.helpers import checked_graph, load
 
 SCORED = "graph.old={node: logprobs, role: critic}"
 
@@ -52,7 +52,7 @@ def test_the_critic_learns_in_the_minibatches_of_the_policy() -> None:
 )
 def test_what_is_wrong_is_named(overrides: list[str], message: str) -> None:
     with pytest.raises(UserError) as raised:
-        wire(load("recipe=ppo_tiny", *overrides))
+        checked_graph(load("recipe=ppo_tiny", *overrides))
     assert str(raised.value).startswith(message)
 
 
@@ -76,7 +76,7 @@ def test_a_critic_that_is_never_trained_needs_trained_values() -> None:
 
 def test_an_optimizer_of_a_critic_that_is_never_trained() -> None:
     with pytest.raises(UserError) as raised:
-        wire(load("recipe=ppo_tiny", "~graph.value_update"))
+        checked_graph(load("recipe=ppo_tiny", "~graph.value_update"))
     assert str(raised.value) == (
         "roles.critic.optimizer: 'critic' is never trained.\n"
         "  Fix: add graph.value_update={node: value_update, role: critic}, or remove the optimizer."

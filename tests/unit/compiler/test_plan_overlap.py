@@ -6,12 +6,10 @@ import pytest
 
 import rlflow
 from rlflow.compiler.plan import Plan, plan_from
-from rlflow.compiler.problem import Problem
 from rlflow.compiler.what_if import gain_of_overlap
 from rlflow.errors import UserError
-from rlflow.recipe.compose import load_cluster
 from tests.conftest import CONFIG_DIR
-from tests.helpers import load
+from tests.helpers import load, problem_of
 
 KEEP = "overlap={max_staleness: 2, in_flight: keep, deterministic: false}"
 
@@ -119,15 +117,15 @@ def test_both_sides_take_equally_long() -> None:
 
 @pytest.mark.slow
 def test_explain_says_what_overlap_would_bring() -> None:
-    problem = Problem(load("recipe=grpo_32b"), load_cluster("2x8"), {})
+    problem = problem_of(load("recipe=grpo_32b"), "2x8")
     told = gain_of_overlap(problem)
     assert told is not None
     assert told.startswith("overlap.max_staleness=1: ")
     ahead = rlflow.compile(load("recipe=grpo_32b", "overlap.max_staleness=1"), "2x8").prediction.step_seconds
     synchronous = rlflow.compile(load("recipe=grpo_32b"), "2x8").prediction.step_seconds
     assert f"{ahead:.4g} s, {1 - ahead / synchronous:.0%} less (rollout on " in told
-    assert gain_of_overlap(Problem(load("recipe=dapo_32b"), load_cluster("2x8"), {})) is None
-    one_gpu = gain_of_overlap(Problem(load("recipe=grpo_tiny"), load_cluster("local"), {}))
+    assert gain_of_overlap(problem_of(load("recipe=dapo_32b"), "2x8")) is None
+    one_gpu = gain_of_overlap(problem_of(load("recipe=grpo_tiny"), "local"))
     assert one_gpu is not None
     assert one_gpu.endswith("the same (all roles colocated on 1)")
 

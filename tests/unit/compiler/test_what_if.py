@@ -7,20 +7,17 @@ from rich.console import Console
 
 import rlflow
 from rlflow.compiler import compile_recipe
-from rlflow.compiler.problem import Problem
 from rlflow.compiler.what_if import cost_of_pins, largest_sizes
-from rlflow.compiler.wire import wire
 from rlflow.recipe import Recipe
 from rlflow.recipe.compose import load_cluster
 from rlflow.report.plan_facts import facts
 from rlflow.resources.time.speed import Efficiency
-from tests.helpers import load
+from tests.helpers import load, problem_of
 
 
 def sizes(recipe: Recipe, cluster: str) -> dict[str, str]:
     """Return the largest value of each size."""
-    problem = Problem(recipe, load_cluster(cluster), {})
-    return dict(each.split("=") for each in largest_sizes(problem, wire(recipe)))
+    return dict(each.split("=") for each in largest_sizes(problem_of(recipe, cluster)))
 
 
 @pytest.mark.slow
@@ -46,15 +43,15 @@ def test_the_number_of_samples_does_not_fill_gpus() -> None:
 
 @pytest.mark.slow
 def test_what_pinned_values_cost() -> None:
-    slow = Problem(load("recipe=grpo_7b", "roles.rollout.gpus=1", "roles.rollout.colocate=[]"), load_cluster("1x8"), {})
+    slow = problem_of(load("recipe=grpo_7b", "roles.rollout.gpus=1", "roles.rollout.colocate=[]"), "1x8")
     told = cost_of_pins(slow)
     assert told is not None
     assert told.startswith("without pinned values a step takes")
     assert "roles.rollout.gpus=8" in told
     chosen = rlflow.compile(load("recipe=grpo_7b"), "1x8").roles["actor"].layout.zero_stage
-    same = Problem(load("recipe=grpo_7b", f"roles.actor.zero_stage={chosen}"), load_cluster("1x8"), {})
+    same = problem_of(load("recipe=grpo_7b", f"roles.actor.zero_stage={chosen}"), "1x8")
     assert cost_of_pins(same) == "the pinned values cost less than 1% of the step time"
-    assert cost_of_pins(Problem(load("recipe=grpo_7b"), load_cluster("1x8"), {})) is None
+    assert cost_of_pins(problem_of(load("recipe=grpo_7b"), "1x8")) is None
 
 
 @pytest.mark.slow

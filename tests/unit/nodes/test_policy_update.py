@@ -19,8 +19,9 @@ from rlflow.engines.base import TokenLoss
 from rlflow.engines.torch import TorchEngine
 from rlflow.errors import UserError
 from rlflow.nodes.policy_loss import Correction
-from rlflow.nodes.policy_update import PolicyUpdate, SftUpdate
+from rlflow.nodes.policy_update import PolicyUpdate
 from rlflow.nodes.policy_variants import CispoUpdate, GspoUpdate
+from rlflow.nodes.sft import SftUpdate
 from tests.helpers import rollouts, sequences, spec
 
 

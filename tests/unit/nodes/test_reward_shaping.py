@@ -3,10 +3,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlflow.batch import Logprobs, Rewards
+from rlflow.batch import Divergences, Logprobs, Rewards
 from rlflow.errors import RecipeError
 from rlflow.nodes.kl import KlCoefficient
-from rlflow.nodes.reward_shaping import Divergences, KlDivergence, KlPenalty, OverlongPenalty
+from rlflow.nodes.reward_shaping import KlDivergence, KlPenalty, OverlongPenalty
 from tests.helpers import rollouts, sequences
 
 GIVEN = rollouts(sequences([2, 3], [[1, 3], [2]]))

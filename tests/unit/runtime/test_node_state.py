@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 
 import rlflow
-from rlflow.batch import Repeated, Rewards, RolloutAdvantages
+from rlflow.batch import Divergences, Repeated, Rewards, RolloutAdvantages
 from rlflow.nodes.base import Node
 from rlflow.nodes.kl import adapted_coefficient
 from rlflow.nodes.policy_update import PolicyUpdate
-from rlflow.nodes.reward_shaping import Divergences, KlPenalty
+from rlflow.nodes.reward_shaping import KlPenalty
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.node_state import NodeState
 from rlflow.runtime.run import run

@@ -15,7 +15,7 @@ from rlflow.commands.doctor.checks.models import (
     spec_of,
 )
 from rlflow.commands.doctor.finding import Finding
-from rlflow.compiler.lower import training_memory
+from rlflow.compiler.models import training_memory
 from rlflow.engines.base import Sleeps
 from rlflow.engines.registry import engine_kind
 from rlflow.recipe import Role

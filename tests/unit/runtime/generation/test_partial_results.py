@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from rlflow.batch import Prompts, Rewards, RolloutAdvantages, Rollouts
+from rlflow.batch import Divergences, Prompts, Rewards, RolloutAdvantages, Rollouts
 from rlflow.compiler.graph import Graph, GraphNode
 from rlflow.engines.base import Sampling
 from rlflow.engines.group_progress import GroupProgress
@@ -18,7 +18,6 @@ from rlflow.nodes.advantages import GroupAdvantage
 from rlflow.nodes.base import Node
 from rlflow.nodes.dynamic_sampling import DynamicSampling
 from rlflow.nodes.generate import Generate
-from rlflow.nodes.reward_shaping import Divergences
 from rlflow.runtime.generation import partial_results as listening
 from rlflow.runtime.generation.complete_steps import CompleteSteps
 from rlflow.runtime.graph_runner import GraphRunner

@@ -13,7 +13,8 @@ import pytest
 import rlflow
 from rlflow.batch import Metrics, Minibatch
 from rlflow.compiler.graph import resampled_nodes, without_resampled
-from rlflow.compiler.lower import lower, models_in_use
+from rlflow.compiler.lower import lower
+from rlflow.compiler.models import models_in_use
 from rlflow.compiler.plan import Plan
 from rlflow.compiler.wire import wire
 from rlflow.data.source import DataSource, load_rows, open_training_data

@@ -1,13 +1,10 @@
-"""Checks that all inputs of a node belong to the same responses, and old logprobs to the policy that generated them."""
+"""Rules that all inputs of a node belong to the same responses, and old logprobs to the policy that generated them."""
 
 from collections.abc import Mapping
 
-from rlflow.batch import Advantages, Logprobs, Rewards, Sequences, ValueEstimates
+from rlflow.batch import Advantages, Divergences, Logprobs, Rewards, Sequences, ValueEstimates
 from rlflow.compiler.graph import SOURCES, Graph, GraphNode
 from rlflow.errors import GraphError
-from rlflow.nodes.generate import Generate
-from rlflow.nodes.policy_update import PolicyGradient
-from rlflow.nodes.reward_shaping import Divergences
 from rlflow.recipe import Recipe
 
 _PER_RESPONSE = (Advantages, Divergences, Logprobs, Rewards, Sequences, ValueEstimates)
@@ -21,7 +18,7 @@ def check_responses(recipe: Recipe, graph: Graph) -> None:
         for part in (others, node.inputs.keys() - others):
             _check_same(node, [name for name in node.inputs if name in part], nodes)
         if old := nodes.get(node.inputs.get("old_logprobs", "")):
-            updates = isinstance(node.operation, PolicyGradient)
+            updates = "Trains" in node.capabilities
             _check_old_logprobs(recipe, graph, node, old, [str(node.role)] if updates else graph.trained_roles())
 
 
@@ -46,7 +43,7 @@ def _origins(name: str, nodes: Mapping[str, GraphNode]) -> frozenset[str]:
     output = nodes[name].operation.output() if name in nodes else SOURCES[name]
     if not issubclass(output, _PER_RESPONSE):
         return frozenset()
-    if name not in nodes or isinstance(nodes[name].operation, Generate):
+    if name not in nodes or nodes[name].operation.sampling:
         return frozenset({name})
     node = nodes[name]
     read = node.inputs.keys() - node.operation.other_responses
@@ -69,14 +66,9 @@ def _check_old_logprobs(recipe: Recipe, graph: Graph, node: GraphNode, old: Grap
     if "ScoresBase" in old.capabilities:
         fact = f"gives logprobs without the adapters that '{role}' trains"
         raise GraphError(f"{path}.node", fact, fix=fix)
-    generator = _generator(node, graph)
-    if generator is None or generator.role != role or not getattr(node.operation, "correction", None):
+    sampler = next((origin for origin in graph.nodes if origin.name == node.inputs.get("rollouts")), None)
+    is_own = sampler is not None and sampler.operation.sampling is not None and sampler.role == role
+    if not is_own or not getattr(node.operation, "correction", None):
         return
     fact = f"is always 1: graph.{old.name} has the logprobs of '{role}', which also samples the responses"
     raise GraphError(f"graph.{node.name}.correction", fact, fix=fix)
-
-
-def _generator(node: GraphNode, graph: Graph) -> GraphNode | None:
-    """Return the node whose rollouts a node reads, if it reads them directly."""
-    nodes = {each.name: each for each in graph.nodes if isinstance(each.operation, Generate)}
-    return nodes.get(node.inputs.get("rollouts", ""))

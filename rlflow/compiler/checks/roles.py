@@ -1,17 +1,29 @@
-"""Checks of roles: their models, engines and options, against the nodes that use them."""
+"""Rules about roles: their models, engines and options, against the nodes that use them."""
 
 from collections.abc import Iterable
 
 from rlflow.compiler.graph import Graph, GraphNode
+from rlflow.engines.base import choose_head
 from rlflow.engines.registry import engine_kind, engine_names
-from rlflow.errors import GraphError, RecipeError, below, did_you_mean
+from rlflow.errors import GraphError, RecipeError, did_you_mean
 from rlflow.recipe import Recipe, Role
 from rlflow.resources.memory.phases import LORA_RANKS
-from rlflow.resources.models.architecture import Architecture
-from rlflow.resources.models.lora import LINEAR_LAYERS
 
 # Language models can have adapters. Other heads are new, and would have to be trained as well.
 _LORA_CAPABILITIES = {"Trains", "Scores", "ScoresBase"}
+
+
+def check_heads(recipe: Recipe, graph: Graph) -> None:
+    """Check that the nodes of each role ask for the same output head."""
+    heads: dict[str, tuple[str, str]] = {}
+    for node in graph.nodes:
+        if node.role is None:
+            continue
+        needed = choose_head(node.capabilities)
+        other, head = heads.setdefault(node.role, (node.name, needed))
+        if head != needed:
+            fact = f"graph.{other} needs '{node.role}' to have a {head} head, and this node needs a {needed} head"
+            raise GraphError(f"graph.{node.name}.role", fact, fix="two roles")
 
 
 def check_roles(recipe: Recipe, graph: Graph) -> None:
@@ -29,8 +41,6 @@ def check_roles(recipe: Recipe, graph: Graph) -> None:
             raise GraphError(path, "no node uses this role", fix=f"remove it, or give a node role: {name}")
         for node in nodes:
             _check_capability(path, role.engine, node)
-            with below(f"graph.{node.name}"):
-                node.operation.check_steps(recipe.steps)
         if role.optimizer is not None and name not in trained:
             raise GraphError(f"{path}.optimizer", f"'{name}' is never trained", fix=_fix_untrained(name, graph))
         if role.offload == "optimizer" and name not in trained:
@@ -97,16 +107,6 @@ def _check_lora(recipe: Recipe, graph: Graph, name: str, role: Role) -> None:
     else:
         return
     raise GraphError(f"{path}.lora", fact, fix=fix)
-
-
-def check_targets(name: str, role: Role, architecture: Architecture | None) -> None:
-    """Raise GraphError for adapters of layers that the model does not have, as far as its type's layers are known."""
-    if role.lora is None or architecture is None or not (missing := role.lora.missing_layers(architecture)):
-        return
-    path = f"roles.{name}.lora.target_modules"
-    fact = f"a {architecture.model_type} has no layer '{missing[0]}' that adapters can stand beside"
-    fix = did_you_mean(missing[0], LINEAR_LAYERS) or f"{path}=all-linear, or some of the known layers"
-    raise GraphError(path, fact, known=LINEAR_LAYERS, fix=fix)
 
 
 def _check_follows(recipe: Recipe, name: str, leader: str, trained: list[str]) -> None:

@@ -1,16 +1,26 @@
-"""Checks of the data that need no rows: its name, its options, its columns, and the system prompt."""
+"""Rules about the data that need no rows: its function, its name, its columns, and the system prompt."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rlflow.compiler.graph import Graph
 from rlflow.errors import RecipeError
+from rlflow.extras import check_trackers
+from rlflow.plugins import check_module
 from rlflow.recipe import Model, Recipe
+
+
+def check_modules(recipe: Recipe, graph: Graph) -> None:
+    """Check that the modules of functions that give data can be imported, and the libraries of trackers."""
+    for path, source, _, _ in data_sources(recipe):
+        if ":" in source:
+            check_module(source, f"{path}.source")
+    check_trackers(recipe.trackers)
 
 
 def check_data(recipe: Recipe, graph: Graph) -> None:
     """Raise RecipeError for a name of a function's data, pairs that are ties, and prompts that cannot be encoded."""
-    for path, source, name, _ in _sources(recipe):
+    for path, source, name, _ in data_sources(recipe):
         if name is not None and ":" in source:
             fact = f"only data sets on the hub have named configurations, and '{source}' is a function"
             raise RecipeError(f"{path}.name", fact, fix=f"{path}.name=null")
@@ -22,14 +32,7 @@ def check_data(recipe: Recipe, graph: Graph) -> None:
         raise RecipeError("data.system_prompt", fact, fix="data.system_prompt=null")
 
 
-def data_warnings(recipe: Recipe) -> Iterator[str]:
-    """Yield a warning for each source that does not read its options. A recipe may inherit them."""
-    for path, source, _, options in _sources(recipe):
-        if options and ":" not in source:
-            yield f"{path}.options: only functions have options, so '{source}' does not read them"
-
-
-def _sources(recipe: Recipe) -> Iterator[tuple[str, str, str | None, Mapping[str, Any]]]:
+def data_sources(recipe: Recipe) -> Iterator[tuple[str, str, str | None, Mapping[str, Any]]]:
     """Yield the path, source, name and options of the training data, and of each evaluation set."""
     data = recipe.data
     yield "data", data.source, data.name, data.options

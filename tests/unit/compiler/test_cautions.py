@@ -8,10 +8,10 @@ import pytest
 
 import rlflow
 from rlflow.batch import Prompts, Rollouts
-from rlflow.compiler.checks import graph_warnings
+from rlflow.compiler.cautions import graph_warnings
 from rlflow.compiler.wire import wire
 from rlflow.engines.base import Generates
-from rlflow.nodes.base import Node, NodeContext
+from rlflow.nodes.base import Node, NodeView
 from tests.conftest import SETS_OF_RECIPES
 from tests.helpers import load
 
@@ -108,7 +108,7 @@ def test_no_recipe_of_ours_warns_of_its_own_options(recipes: list[str]) -> None:
 def test_a_node_of_ones_own_warns_too() -> None:
     @dataclass(frozen=True, kw_only=True)
     class Careful(Node, kind="careful_generate", unit="sample"):
-        def cautions(self, setting: NodeContext) -> Iterator[str]:
+        def cautions(self, setting: NodeView) -> Iterator[str]:
             yield f"engine: is {setting.engine} in {setting.dtype}"
 
         def run(self, engine: Generates, prompts: Prompts) -> Rollouts:

@@ -1,0 +1,59 @@
+"""The models of a recipe: which are in use, their architectures, and the models that other recipes train."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from rlflow.compiler.graph import Graph
+from rlflow.compiler.wire import wire
+from rlflow.engines.registry import engine_kind
+from rlflow.errors import RecipeError
+from rlflow.recipe import Model, Recipe, Role
+from rlflow.resources.memory.state import TrainingMemory
+from rlflow.resources.models.architecture import Architecture, with_scalar_head
+
+WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
+"""The bytes of a weight by its number type."""
+
+
+def training_memory(role: Role, model: Model) -> TrainingMemory:
+    """Return how the role's engine keeps weights, gradients and optimizer, for the memory model."""
+    training = engine_kind(role.engine).training_memory
+    # Frozen weights keep the model's own type, and trained ones at least its size.
+    if role.lora is not None:
+        return replace(training, weights=WEIGHT_BYTES[model.dtype], lora=role.lora)
+    return replace(training, weights=max(training.weights, WEIGHT_BYTES[model.dtype]))
+
+
+def role_architecture(recipe: Recipe, graph: Graph, role: str) -> Architecture | None:
+    """Return the architecture of the role's model, with a scalar head where it gives values or rewards."""
+    architecture = model_architecture(recipe.models[recipe.roles[role].model])
+    if architecture is None or graph.capabilities(role).isdisjoint({"Values", "Evaluates"}):
+        return architecture
+    return with_scalar_head(architecture)
+
+
+def model_architecture(model: Model) -> Architecture | None:
+    """Return the model's own figures, or those of the model that its recipe trains."""
+    if model.architecture is None and model.recipe is not None:
+        return model_architecture(trained_model(model.recipe))
+    return model.architecture
+
+
+def trained_role(recipe: Recipe) -> str:
+    """Return the one role that a recipe for a model trains. Raises RecipeError when it trains several."""
+    trained = wire(recipe).trained_roles()
+    if len(trained) != 1:
+        fact = f"a recipe for a model trains one role, '{recipe.name}' trains {len(trained)}"
+        fix = "models.NAME.recipe=grpo_tiny, or another recipe that trains one role"
+        raise RecipeError("roles", fact, fix=fix)
+    return trained[0]
+
+
+def trained_model(recipe: Recipe) -> Model:
+    """Return the model of the one role that a recipe for a model trains."""
+    return recipe.models[recipe.roles[trained_role(recipe)].model]
+
+
+def models_in_use(recipe: Recipe) -> Mapping[str, Model]:
+    """Return the models that some role uses, by name."""
+    return {name: recipe.models[name] for name in sorted({role.model for role in recipe.roles.values()})}
