@@ -90,12 +90,13 @@ def run(
     from rlflow.runtime.run import run as run_plan
 
     folder = Path(resume or directory or datetime.now().strftime("outputs/%Y-%m-%d/%H-%M-%S"))
-    chosen = displays(output_console()) if observers is None else observers
-    every = [*recorders(plan), *chosen]
+    console = output_console()
     check_push(plan)
+    every = [*recorders(plan), *(displays(console) if observers is None else observers)]
     options = RunOptions(tune=tune, trace=trace, profile=tuple(profile))
     report = run_plan(plan, folder, runtime_of(plan), every, options, resume=resume is not None, stop=stop)
-    push(plan, report)
+    if (address := push(plan, report)) is not None and observers is None:
+        console.print(f"  uploaded to: {address}", soft_wrap=True)
     return report
 
 

@@ -12,8 +12,8 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from rich.console import Console
 
+import rlflow
 from rlflow._version import __version__
 from rlflow.commands.calibrate.fit import calibration_of_run
 from rlflow.commands.context import cluster_of_run, find_run, num_finished_steps
@@ -41,6 +41,7 @@ from rlflow.recipe.compose import (
 from rlflow.recipe.composing_errors import COMPOSING_ERRORS, composing_error
 from rlflow.recipe.options import CommandOptions
 from rlflow.report.console import output_console, print_picture, show_error, show_warning
+from rlflow.report.hub import check_sweep
 from rlflow.report.plan_page import write_dry_run
 from rlflow.report.ranking import SweepOutcome
 from rlflow.report.show import show
@@ -180,8 +181,9 @@ def _plan_and_run(config: DictConfig, job: Job, config_dir: Path | None) -> Job:
     if plan.recipe.evaluation is None and HydraConfig.get().runtime.choices["hydra/sweeper"] != "basic":
         fact = "is missing, and the sweeper needs a score of every run"
         raise RecipeError("evaluation", fix="evaluation={every: 10, num_prompts: 100}", fact=fact)
-    console.print()
-    code, report = _run(plan, resumed or directory, console, options, resume=resumed is not None)
+    if HydraConfig.get().mode is RunMode.MULTIRUN:
+        check_sweep(plan)
+    code, report = _run(plan, directory, resumed, options)
     return replace(job, folder=report.directory, exit_code=code, objective=report.eval_after)
 
 
@@ -252,27 +254,30 @@ def _cluster(options: CommandOptions, resumed: Path | None, config_dir: Path | N
     return (cluster_of_run(resumed) if resumed else None) or default_cluster(show_warning, config_dir)
 
 
-def _run(plan: Plan, directory: Path, console: Console, options: CommandOptions, *, resume: bool) -> tuple[int, Report]:
+def _run(plan: Plan, directory: Path, resumed: Path | None, options: CommandOptions) -> tuple[int, Report]:
     """Run the plan, and return the exit code and the report."""
-    # Imported late, because a dry run must not import torch.
-    from rlflow.report.hub import check_push, push
-    from rlflow.report.observers import displays, recorders
+    # Imported late, because a dry run does not need it.
     from rlflow.report.records import tuning_table
-    from rlflow.runtime.prepare import runtime_of
-    from rlflow.runtime.run import run
 
-    every, runtime = [*recorders(plan), *displays(console)], runtime_of(plan)
-    check_push(plan, in_sweep=HydraConfig.get().mode is RunMode.MULTIRUN)
+    console = output_console()
+    console.print()
     with stop_on_signals(lambda: console.print(STOPPING)) as stop:
-        report = run(plan, directory, runtime, every, options, resume=resume, stop=stop.is_set)
+        report = rlflow.run(
+            plan,
+            directory,
+            resume=resumed,
+            stop=stop.is_set,
+            tune=options.tune,
+            trace=options.trace,
+            profile=options.profile,
+        )
     if options.tune:
         console.print()
-        print_picture(tuning_table(directory))
+        print_picture(tuning_table(Path(report.directory)))
     if report.status == "stopped":
-        console.print(f"continue with: rlflow plan={directory}/plan.json resume={directory}", soft_wrap=True)
+        folder = report.directory
+        console.print(f"continue with: rlflow plan={folder}/plan.json resume={folder}", soft_wrap=True)
         return stop.exit_code, report
-    if (address := push(plan, report)) is not None:
-        console.print(f"  uploaded to: {address}", soft_wrap=True)
     return 0, report
 
 

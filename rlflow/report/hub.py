@@ -33,17 +33,20 @@ def pushed_role(plan: Plan) -> str | None:
     return roles[0]
 
 
-def check_push(plan: Plan, *, in_sweep: bool = False) -> None:
+def check_sweep(plan: Plan) -> None:
+    """Raise RecipeError for an upload by a job of a sweep, which would replace the model of the job before."""
+    if pushed_role(plan) is not None:
+        fact = "each job of a sweep would replace the model of the one before"
+        raise RecipeError(_KEY, fact, fix=_LATER.format(name="USER/NAME"))
+
+
+def check_push(plan: Plan) -> None:
     """Check that the model can be uploaded, and create the repository if it does not exist: private.
 
-    Warns of a public repository. Raises RecipeError for a wrong name, without a token that may write there, and in a
-    sweep, whose jobs would replace each other's models.
+    Warns of a public repository. Raises RecipeError for a wrong name, and without a token that may write there.
     """
     if pushed_role(plan) is None:
         return
-    if in_sweep:
-        fact = "each job of a sweep would replace the model of the one before"
-        raise RecipeError(_KEY, fact, fix=_LATER.format(name="USER/NAME"))
     from huggingface_hub import HfApi, get_token
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
     from huggingface_hub.utils import validate_repo_id
