@@ -55,8 +55,8 @@ def experiment_of(recipe: Recipe) -> dict[str, Any]:
 
 def check_continuation(before: Experiment, now: Experiment, run: object) -> None:
     """Raise RecipeError where a checkpoint of ``before``, in the folder ``run``, cannot go on as ``now``."""
-    found = _differences(_with_optimizers(before), _with_optimizers(now))
-    changed = {path: values for path, values in found if not _may_change(path, now)}
+    differences = _differences(_with_optimizers(before), _with_optimizers(now))
+    changed = {path: values for path, values in differences if not _may_change(path, now)}
     if not changed:
         return
     path, (old, new) = next(iter(changed.items()))

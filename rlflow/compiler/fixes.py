@@ -94,8 +94,8 @@ def _nearest(problem: Problem, pin: Pin, working: Pin) -> Pin:
     if pin.field == "gpus" or pin.field.endswith("_parallel_size"):
         # Only some numbers make groups, so that there is no order in which they fit.
         around = (int(wanted) + sign * distance for distance in range(1, _AROUND + 1) for sign in (-1, 1))
-        if found := next((value for value in around if value > 0 and fits(value)), None):
-            return replace(pin, value=found)
+        if fitting := next((value for value in around if value > 0 and fits(value)), None):
+            return replace(pin, value=fitting)
     grain = 0.01 if pin.field == "gpu_memory_utilization" else 1
     bad, best = round(wanted / grain), round(good / grain)
     while abs(best - bad) > 1:
@@ -107,8 +107,8 @@ def _nearest(problem: Problem, pin: Pin, working: Pin) -> Pin:
 
 def _reliefs(problem: Problem) -> list[_Change]:
     """Return changes other than of pins that make the recipe fit: less work for a GPU, or other hosts."""
-    found = [*_shorter(problem), *_more_hosts(problem)]
-    return found or list(_larger_hosts(problem))
+    changes = [*_shorter(problem), *_more_hosts(problem)]
+    return changes or list(_larger_hosts(problem))
 
 
 def _shorter(problem: Problem) -> Iterator[_Change]:
@@ -135,7 +135,7 @@ def _shorter(problem: Problem) -> Iterator[_Change]:
         middle = (low + high) // 2
         low, high = (middle, high) if limited(middle).changed.fits() else (low, middle)
     round_number = low // 64 * 64
-    yield next((each for each in (limited(round_number),) if round_number and each.changed.fits()), limited(low))
+    yield next((change for change in (limited(round_number),) if round_number and change.changed.fits()), limited(low))
 
 
 def _longest_of_data(problem: Problem) -> int:
@@ -159,11 +159,11 @@ def _more_hosts(problem: Problem) -> Iterator[_Change]:
             return
 
 
-def _least(changed: Callable[[int], Problem], most: int) -> int:
+def _least(changed: Callable[[int], Problem], limit: int) -> int:
     """Return the smallest number up to ``most`` whose problem fits; 0 if none does."""
-    if not changed(most).fits():
+    if not changed(limit).fits():
         return 0
-    low, high = 0, most
+    low, high = 0, limit
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if changed(middle).fits() else (middle, high)

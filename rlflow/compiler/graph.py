@@ -54,12 +54,12 @@ class Graph:
 
     def ahead_nodes(self) -> tuple[GraphNode, ...]:
         """Return the nodes that can run before their step: those that generate, and those that work on parts of it."""
-        found: dict[str, GraphNode] = {}
+        early: dict[str, GraphNode] = {}
         for node in self.nodes:
             generates = node.operation.sampling is not None and SOURCES.keys() >= set(node.inputs.values())
-            if generates or (node.works_on_parts and found.keys() >= set(node.inputs.values())):
-                found[node.name] = node
-        return tuple(found.values())
+            if generates or (node.works_on_parts and early.keys() >= set(node.inputs.values())):
+                early[node.name] = node
+        return tuple(early.values())
 
     def without(self, nodes: Collection[GraphNode]) -> "Graph":
         """Return the graph of all other nodes."""
@@ -99,7 +99,7 @@ def evaluation_nodes(graph: Graph) -> tuple[GraphNode, GraphNode] | None:
     """
     generators = {node.name: node for node in graph.nodes if node.operation.sampling}
     rewarding = [node for node in graph.nodes if issubclass(node.operation.output(), Rewards)]
-    for node in sorted(rewarding, key=lambda each: each.role is not None):
+    for node in sorted(rewarding, key=lambda node: node.role is not None):
         origins = set(node.inputs.values())
         if len(origins) == 1 and origins <= generators.keys():
             return generators[origins.pop()], node

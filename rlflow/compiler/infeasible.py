@@ -18,7 +18,7 @@ _PLENTY = 2**20
 def infeasible_error(problem: Problem, raised: PlacementError) -> PlacementError:
     """Return the error with a reason and fixes that planning again confirms, for the error that planning raised."""
     conflict = _conflicting_pins(problem)
-    found = _fixes(problem, conflict)
+    changes = _fixes(problem, conflict)
     alone = problem.without([pin for pin in problem.pins if pin not in conflict])
     if not _is_about(raised, conflict):
         raised = _refusal(alone) or raised
@@ -31,7 +31,7 @@ def infeasible_error(problem: Problem, raised: PlacementError) -> PlacementError
             what = f"{' and '.join(map(str, conflict))} conflict on"
         fact = f"{what} {problem.cluster.shape}" + (f" ({lack})" if lack else "")
     total = sum(len(host.usable) for host in problem.cluster.hosts)
-    fix = ", or ".join(found) or raised.notes["Fix"]
+    fix = ", or ".join(changes) or raised.notes["Fix"]
     error = PlacementError(path, fact, free=f"{total} GPU{'s' if total > 1 else ''}", fix=fix)
     error.notes["Known"] = raised.notes["Known"]
     return error
@@ -48,11 +48,11 @@ def _fixes(problem: Problem, conflict: Sequence[Pin]) -> list[str]:
     levels = {margin: replace(problem, margin=margin) for margin in Margin}
     if conflict:
         # The pins are all that is wrong.
-        return fixes(next(each for each in levels.values() if each.without(problem.pins).fits()), conflict)
+        return fixes(next(level for level in levels.values() if level.without(problem.pins).fits()), conflict)
     safe = fixes(levels.pop(Margin.SAFE), conflict)
     if any("=" in text for text in safe):
         return safe
-    tight = next((found for each in levels.values() if (found := fixes(each, conflict))), [])
+    tight = next((changes for level in levels.values() if (changes := fixes(level, conflict))), [])
     return [*safe, *(f"{text} (tight)" for text in tight if text not in safe)]
 
 
@@ -94,17 +94,17 @@ def _lack(problem: Problem) -> tuple[str | None, str]:
     gpus = [gib for host in cluster.hosts if (gib := cluster.memory_gib(host)) is not None]
     hosts = [host.memory_gib for host in cluster.hosts if host.memory_gib is not None]
     needs = []
-    for what, having, given in (
+    for what, having, sizes in (
         ("GPUs with at least {} GiB", _with_gpu_memory, gpus),
         ("hosts with at least {} GiB of memory", _with_host_memory, hosts),
     ):
-        if not given or not having(problem, _PLENTY).fits():
+        if not sizes or not having(problem, _PLENTY).fits():
             continue
-        low, high = floor(min(given)), _PLENTY
+        low, high = floor(min(sizes)), _PLENTY
         while high - low > max(1, low // 64):
             middle = (low + high) // 2
             low, high = (low, middle) if having(problem, middle).fits() else (middle, high)
-        needs.append((high / min(given), what.format(high), having(problem, low)))
+        needs.append((high / min(sizes), what.format(high), having(problem, low)))
     if not needs:
         return _missing_groups(_with_gpu_memory(problem, _PLENTY))
     _, what, nearly = min(needs, key=lambda need: need[0])
@@ -135,7 +135,9 @@ def _nearest_shortage(problem: Problem, role: str | None = None) -> Shortage:
     search = problem.search()
     search.fits()
     shortages = [rejected.shortage for rejected in search.rejected]
-    return min([each for each in shortages if each.role == role] or shortages, key=lambda shortage: shortage.gib)
+    return min(
+        [shortage for shortage in shortages if shortage.role == role] or shortages, key=lambda shortage: shortage.gib
+    )
 
 
 def _missing_groups(problem: Problem) -> tuple[str | None, str]:
@@ -146,12 +148,12 @@ def _missing_groups(problem: Problem) -> tuple[str | None, str]:
     except PlacementError:
         return None, ""
     rejected = [
-        (count, each.shortage)
-        for each in search.rejected
-        for roles, count in zip(each.partition, each.gpus, strict=True)
-        if each.shortage.role in roles
+        (count, candidate.shortage)
+        for candidate in search.rejected
+        for roles, count in zip(candidate.partition, candidate.gpus, strict=True)
+        if candidate.shortage.role in roles
     ]
     if not rejected:
         return None, ""
-    _, shortage = max(rejected, key=lambda each: each[0])
+    _, shortage = max(rejected, key=lambda candidate: candidate[0])
     return shortage.role, str(shortage)

@@ -69,8 +69,8 @@ def size_axes(plan: Plan) -> tuple[SizeAxis, ...]:
         sampling = node.operation.sampling
         assert sampling is not None
         model = model_architecture(recipe.models[recipe.roles[str(node.role)].model])
-        most = model.max_position_embeddings - recipe.data.max_prompt_tokens if model else None
-        axes.insert(0, _axis(f"graph.{node.name}.max_tokens", sampling.max_tokens, _RESPONSES, most=most))
+        limit = model.max_position_embeddings - recipe.data.max_prompt_tokens if model else None
+        axes.insert(0, _axis(f"graph.{node.name}.max_tokens", sampling.max_tokens, _RESPONSES, limit=limit))
         if sampling.group_size > 1 and not plan.workload.ahead:
             axes.append(_axis(f"graph.{node.name}.group_size", sampling.group_size, _OTHERS, least=2))
     return tuple(axis for axis in axes if len(axis.values) > 1)
@@ -140,21 +140,21 @@ def _point(plan: Plan, gpus: _Gpus, recipe: Recipe, sizes: tuple[int, ...]) -> S
         role: RolePlacement(choice.layout, (gpus.examples[role],)) for role, choice in sorted(candidate.choices.items())
     }
     result = SearchResult(candidate, placed, (), ())
-    found = predict(inputs, result)
+    predicted = predict(inputs, result)
     # A few GPUs stand for all, so that the need of a host is unknown.
     hosts = "offloaded and sleeping roles need host memory that the cluster does not state (memory_gib)"
     tight = "; ".join(gpu_risks(inputs, result)) or hosts
     peaks = {
         role: [gib for on_host in memory.peak_gib.values() for gib in on_host.values()]
-        for role, memory in found.memory.items()
+        for role, memory in predicted.memory.items()
     }
     return SizePoint(
         sizes=sizes,
-        reason=tight if found.verdict is Verdict.TIGHT else "",
-        verdict=found.verdict,
-        step_seconds=found.step_seconds,
-        step_seconds_range=found.step_seconds_range,
-        tokens_per_second_per_gpu=found.tokens_per_second_per_gpu * found.num_gpus / plan.prediction.num_gpus,
+        reason=tight if predicted.verdict is Verdict.TIGHT else "",
+        verdict=predicted.verdict,
+        step_seconds=predicted.step_seconds,
+        step_seconds_range=predicted.step_seconds_range,
+        tokens_per_second_per_gpu=predicted.tokens_per_second_per_gpu * predicted.num_gpus / plan.prediction.num_gpus,
         peak_gib={role: max(of_role) for role, of_role in peaks.items() if of_role},
     )
 
@@ -180,11 +180,11 @@ def _generator(plan: Plan) -> GraphNode | None:
     return generators[0] if len(generators) == 1 else None
 
 
-def _axis(key: str, own: int, factors: tuple[float, ...], least: int = 1, most: int | None = None) -> SizeAxis:
-    values = {max(least, round(own * factor)) for factor in factors}
-    values = {min(value, most) for value in values} if most is not None else values
-    ordered = sorted(values | {own})
-    return SizeAxis(key=key, values=tuple(ordered), own=ordered.index(own))
+def _axis(key: str, planned: int, factors: tuple[float, ...], least: int = 1, limit: int | None = None) -> SizeAxis:
+    values = {max(least, round(planned * factor)) for factor in factors}
+    values = {min(value, limit) for value in values} if limit is not None else values
+    ordered = sorted(values | {planned})
+    return SizeAxis(key=key, values=tuple(ordered), own=ordered.index(planned))
 
 
 def _with_size(recipe: Recipe, axis: SizeAxis, value: int) -> Recipe:

@@ -179,14 +179,14 @@ def write_plan(plan: Plan, directory: Path) -> None:
     replace_text(directory / "recipe.yaml", to_yaml(plan.recipe))
     text = json.dumps(plan.to_dict(), indent=1, sort_keys=True)
     # Lists of numbers, such as expected lengths, stay on one line.
-    text = re.sub(r"\[\n[^][{}\"]*\]", lambda found: " ".join(found[0].split()), text)
+    text = re.sub(r"\[\n[^][{}\"]*\]", lambda numbers: " ".join(numbers[0].split()), text)
     replace_text(directory / "plan.json", text)
 
 
 def _prediction(mapping: Mapping[str, Any]) -> Prediction:
-    given = {field.name: mapping[field.name] for field in fields(Prediction) if field.name in mapping}
+    values = {field.name: mapping[field.name] for field in fields(Prediction) if field.name in mapping}
     memory = {role: entry["memory_gib"] for role, entry in mapping["roles"].items()}
-    return parse(Prediction, given | {"memory": memory}, "plan")
+    return parse(Prediction, values | {"memory": memory}, "plan")
 
 
 def _role_placement(entry: Mapping[str, Any]) -> RolePlacement:

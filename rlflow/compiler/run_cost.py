@@ -37,6 +37,6 @@ def run_cost(
     used = {bundle.host for placement in placements.values() for bundle in placement.bundles}
     prices = [(host.gpus, cluster.gpus[host.gpu].price_per_hour) for host in cluster.hosts if host.name in used]
     price = None
-    if all(each is not None for _, each in prices):
-        price = hours * sum(gpus * (each or 0.0) for gpus, each in prices)
+    if all(price_per_hour is not None for _, price_per_hour in prices):
+        price = hours * sum(gpus * (price_per_hour or 0.0) for gpus, price_per_hour in prices)
     return RunCost(hours=hours, hours_range=(low, high), gpu_hours=hours * prediction.num_gpus, price=price)

@@ -69,12 +69,12 @@ def evaluation_tasks(recipe: Recipe, graph: Graph, tasks: Sequence[Task]) -> tup
     sets = options.sets_with(recipe.data.eval_split).values()
     if graph.evaluation_metric == "accuracy" and (update := accuracy_node(graph)) is not None:
         scoring = tasks[: graph.nodes.index(update) + 1]
-        count = sum(options.prompts_of(each) for each in sets)
+        count = sum(options.prompts_of(held_out) for held_out in sets)
         pairs = (replace(task, samples=count * task.unit_size, after=(), streams=False) for task in scoring)
         return tuple(replace(task, kind="score" if task.kind == "update" else task.kind) for task in pairs)
     names = [node.name for node in evaluation_nodes(graph) or ()]
     measured = [replace(task, after=(), streams=False) for task in tasks if task.node in names]
-    numbers = [(options.prompts_of(each), options.responses_of(each)) for each in sets]
+    numbers = [(options.prompts_of(held_out), options.responses_of(held_out)) for held_out in sets]
     return tuple(
         replace(task, samples=prompts * responses, group_size=responses)
         for prompts, responses in numbers

@@ -31,9 +31,9 @@ def largest_sizes(problem: Problem) -> Iterator[str]:
         if (size := sampling.group_size) > 1:
             yield _largest(f"graph.{node.name}.group_size", problem, size, _with_option(node.name, "group_size"))
         model = model_architecture(recipe.models[recipe.roles[node.role].model])
-        most = model.max_position_embeddings - recipe.data.max_prompt_tokens if model else None
+        limit = model.max_position_embeddings - recipe.data.max_prompt_tokens if model else None
         tokens = sampling.max_tokens
-        yield _largest(f"graph.{node.name}.max_tokens", problem, tokens, _with_option(node.name, "max_tokens"), most)
+        yield _largest(f"graph.{node.name}.max_tokens", problem, tokens, _with_option(node.name, "max_tokens"), limit)
 
 
 def _with_batch(recipe: Recipe, size: int) -> Recipe:
@@ -51,7 +51,7 @@ def _with_option(node: str, option: str) -> Callable[[Recipe, int], Recipe]:
 
 
 def _largest(
-    key: str, problem: Problem, size: int, changed: Callable[[Recipe, int], Recipe], most: int | None = None
+    key: str, problem: Problem, size: int, changed: Callable[[Recipe, int], Recipe], limit: int | None = None
 ) -> str:
     """Return the key with the largest value that fits, within 2%, as the command line takes it."""
 
@@ -59,12 +59,12 @@ def _largest(
         return problem.with_recipe(changed(problem.recipe, value)).fits()
 
     low, high = size, 2 * size
-    most = _MOST_TIMES * size if most is None else most
-    while high < most and fits(high):
+    limit = _MOST_TIMES * size if limit is None else limit
+    while high < limit and fits(high):
         low, high = high, 2 * high
-    high = min(high, most)
+    high = min(high, limit)
     if fits(high):
-        return f"{key}={high}" + (" or more" if most == _MOST_TIMES * size else ", the model's positions")
+        return f"{key}={high}" + (" or more" if limit == _MOST_TIMES * size else ", the model's positions")
     while high - low > max(1, low // 50):
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
@@ -78,15 +78,15 @@ def gain_of_overlap(problem: Problem) -> str | None:
     overlapping = problem.with_recipe(replace(problem.recipe, overlap=Overlap(max_staleness=1)))
     try:
         search = overlapping.search()
-        found, synchronous = search.best(), problem.best()
+        ahead, synchronous = search.best(), problem.best()
     except UserError:
         return None
-    if found is None or synchronous is None:
+    if ahead is None or synchronous is None:
         return None
-    if (overlap := predict_overlap(found.candidate, search.inputs, stalenesses=())) is None:
+    if (overlap := predict_overlap(ahead.candidate, search.inputs, stalenesses=())) is None:
         return None
     gain = 1 - overlap.step_seconds / synchronous.candidate.schedule.step_seconds
-    what = describe_pools(found.candidate.partition, found.candidate.gpus)
+    what = describe_pools(ahead.candidate.partition, ahead.candidate.gpus)
     change = f"{gain:.0%} less" if gain > _SAME else f"{-gain:.0%} more" if gain < -_SAME else "the same"
     return f"overlap.max_staleness=1: {overlap.step_seconds:.4g} s, {change} ({what})"
 
@@ -102,11 +102,11 @@ def cost_of_pins(problem: Problem) -> str | None:
     saved = 1 - fewer / seconds if seconds else 0.0
     if saved < _SAME:
         return "the pinned values cost less than 1% of the step time"
-    others = []
+    choices = []
     for pin in problem.pins:
         layout = free.candidate.choices[pin.role].layout
         value = getattr(layout, "num_gpus" if pin.field == "gpus" else pin.field, None)
         if value is not None and value != pin.value:
-            others.append(str(replace(pin, value=value)))
-    instead = f", with {', '.join(others)}" if others else ""
+            choices.append(str(replace(pin, value=value)))
+    instead = f", with {', '.join(choices)}" if choices else ""
     return f"without pinned values a step takes {fewer:.3g} s, {saved:.0%} less{instead}"

@@ -28,17 +28,17 @@ def _node(name: str, entry: dict[str, Any], recipe: Recipe) -> GraphNode:
         raise GraphError(path, f"'{name}' is an edge of the data and cannot be the name of a node", fix="another name")
     kind = _kind(entry.pop("node", None), path)
     role = _role(path, kind, entry.pop("role", None), recipe)
-    given = {item.name: entry.pop(item.name) for item in kind.inputs() if item.name in entry}
+    named_inputs = {item.name: entry.pop(item.name) for item in kind.inputs() if item.name in entry}
     operation = parse(kind, entry, path)
     inputs = {}
     for item in kind.inputs():
-        origin = given.get(item.name, item.name)
+        origin = named_inputs.get(item.name, item.name)
         if origin is None and not item.required:
             continue  # an optional input that the recipe sets to null
         origin = str(origin)
         if origin in recipe.graph or origin in SOURCES:
             inputs[item.name] = origin
-        elif item.required or item.name in given:
+        elif item.required or item.name in named_inputs:
             raise GraphError(
                 f"{path}.{item.name}",
                 f"no node '{origin}', which '{kind.kind}' reads",

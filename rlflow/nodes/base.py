@@ -68,8 +68,8 @@ class State:
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Take over what ``state_dict`` returned when the checkpoint was written."""
-        for each in fields(self):
-            setattr(self, each.name, saved[each.name])
+        for item in fields(self):
+            setattr(self, item.name, saved[item.name])
 
     def metrics(self) -> Mapping[str, float]:
         """Return the numbers to report for a step: those with which the step begins."""
@@ -101,7 +101,7 @@ class Node(Section):
     def __init_subclass__(
         cls, *, kind: str, unit: Unit, compares_groups: bool | None = None, reads_tokens: bool | None = None
     ) -> None:
-        names = {f"{each.__module__}.{each.__qualname__}" for each in (cls, KINDS.get(kind, cls))}
+        names = {f"{kind_class.__module__}.{kind_class.__qualname__}" for kind_class in (cls, KINDS.get(kind, cls))}
         if len(names) > 1:
             raise TypeError(f"'{kind}' is the kind of two classes: {' and '.join(sorted(names))}")
         cls.kind = kind
@@ -113,12 +113,12 @@ class Node(Section):
     @classmethod
     def inputs(cls) -> tuple[Input, ...]:
         """Return the inputs in the order of ``run``'s parameters, without those that the runtime passes."""
-        return tuple(each for each in cls._signature()[0] if each.name not in _FROM_RUNTIME)
+        return tuple(parameter for parameter in cls._signature()[0] if parameter.name not in _FROM_RUNTIME)
 
     @classmethod
     def from_runtime(cls) -> Mapping[str, type]:
         """Return the types of the parameters that the runtime passes to ``run``: engine and state."""
-        return {each.name: each.type for each in cls._signature()[0] if each.name in _FROM_RUNTIME}
+        return {parameter.name: parameter.type for parameter in cls._signature()[0] if parameter.name in _FROM_RUNTIME}
 
     @classmethod
     def capability(cls) -> type | None:

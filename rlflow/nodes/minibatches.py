@@ -98,7 +98,7 @@ def train(
     steps: list[Mapping[str, float]] = []
     bare = sequences.as_sequences()
     first_steps = sequences.keys[:, 0]
-    own, lengths = sequences.own_tokens(), sequences.own_lengths
+    own_tokens, lengths = sequences.own_tokens(), sequences.own_lengths
     counting = lengths > 0 if counting is None else counting & (lengths > 0)
     epochs = range(optimizer_steps.num_epochs)
     for rows in chain.from_iterable(_cut(sequences, optimizer_steps.num_minibatches, epoch) for epoch in epochs):
@@ -111,7 +111,9 @@ def train(
             # At least one sample was started in this step; the others may come from earlier steps.
             step=int(first_steps.max()) - optimizer_steps.first_step - _skipped_steps.get(),
             columns={name: column.take(rows) for name, column in columns.items()},
-            weights=own.take(rows).scale(optimizer_steps.weighting.weights(lengths[rows], counting[rows]).run_values),
+            weights=own_tokens.take(rows).scale(
+                optimizer_steps.weighting.weights(lengths[rows], counting[rows]).run_values
+            ),
         )
         steps.append(engine.update(minibatch, loss).values)
     return steps

@@ -24,13 +24,13 @@ def read_signature(kind: type) -> tuple[tuple[Input, ...], type]:
         hints: Mapping[str, Any] = get_type_hints(run)
         output = output or hints["return"]
         parameters = inspect.signature(run).parameters.values()
-        for each in parameters:
-            required = each.default is inspect.Parameter.empty
-            if each.kind is inspect.Parameter.KEYWORD_ONLY and required:
-                raise TypeError(f"{each.name} is keyword-only, so it is not an input, and needs a default")
-            if each.name != "self" and each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
-                inputs.setdefault(each.name, Input(each.name, _without_none(hints[each.name]), required))
-        if not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
+        for parameter in parameters:
+            required = parameter.default is inspect.Parameter.empty
+            if parameter.kind is inspect.Parameter.KEYWORD_ONLY and required:
+                raise TypeError(f"{parameter.name} is keyword-only, so it is not an input, and needs a default")
+            if parameter.name != "self" and parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
+                inputs.setdefault(parameter.name, Input(parameter.name, _without_none(hints[parameter.name]), required))
+        if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
             return tuple(inputs.values()), output
     raise AttributeError("run")
 

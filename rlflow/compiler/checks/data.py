@@ -36,15 +36,17 @@ def data_sources(recipe: Recipe) -> Iterator[tuple[str, str, str | None, Mapping
     """Yield the path, source, name and options of the training data, and of each evaluation set."""
     data = recipe.data
     yield "data", data.source, data.name, data.options
-    for name, each in recipe.evaluation.sets.items() if recipe.evaluation else ():
-        yield f"evaluation.sets.{name}", each.source or data.source, each.name, each.options
+    for name, held_out in recipe.evaluation.sets.items() if recipe.evaluation else ():
+        yield f"evaluation.sets.{name}", held_out.source or data.source, held_out.name, held_out.options
 
 
 def _check_pairs(recipe: Recipe) -> None:
     """Raise RecipeError for pairs whose two responses are the same column."""
     sets = recipe.evaluation.sets if recipe.evaluation else {}
     tables = {"data.columns": recipe.data.columns}
-    tables |= {f"evaluation.sets.{name}.columns": each.columns for name, each in sets.items() if each.source}
+    tables |= {
+        f"evaluation.sets.{name}.columns": held_out.columns for name, held_out in sets.items() if held_out.source
+    }
     for path, columns in tables.items():
         if (column := columns.get("chosen", "chosen")) == columns.get("rejected", "rejected"):
             fact = f"chosen and rejected are both '{column}', so that all pairs are ties"

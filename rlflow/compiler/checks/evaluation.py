@@ -42,18 +42,18 @@ def _check_size(options: Evaluation, eval_split: str | None) -> None:
 def _check_responses(options: Evaluation, graph: Graph) -> None:
     """Check that several responses to a prompt are generated where any are, and sampled."""
     counts = {"evaluation": options.num_responses}
-    counts |= {f"evaluation.sets.{name}": options.responses_of(each) for name, each in options.sets.items()}
+    counts |= {f"evaluation.sets.{name}": options.responses_of(held_out) for name, held_out in options.sets.items()}
     several = [path for path, count in counts.items() if count > 1]
     sampled = {"temperature": options.temperature, "top_p": options.top_p}
-    given = [name for name, value in sampled.items() if value is not None]
-    given += ["pass_reward"] * (options.pass_reward != Evaluation.pass_reward)
-    if given and not several:
+    sampling_options = [name for name, value in sampled.items() if value is not None]
+    sampling_options += ["pass_reward"] * (options.pass_reward != Evaluation.pass_reward)
+    if sampling_options and not several:
         if graph.evaluation_metric == "accuracy":
-            raise RecipeError(f"evaluation.{given[0]}", _NO_RESPONSES, fix="leave it out")
+            raise RecipeError(f"evaluation.{sampling_options[0]}", _NO_RESPONSES, fix="leave it out")
         fact = "a single response has the likeliest tokens, whatever the temperature"
-        if given[0] == "pass_reward":
+        if sampling_options[0] == "pass_reward":
             fact = "decides about pass@k, which is not measured with a single response"
-        raise RecipeError(f"evaluation.{given[0]}", fact, fix="evaluation.num_responses=8, or leave it out")
+        raise RecipeError(f"evaluation.{sampling_options[0]}", fact, fix="evaluation.num_responses=8, or leave it out")
     if not several:
         return
     path = f"{several[0]}.num_responses"

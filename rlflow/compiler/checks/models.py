@@ -110,10 +110,10 @@ def check_micro_batches(recipe: Recipe, graph: Graph) -> None:
         longest = max((task.longest for task in passes if task.is_expected), default=0)
         if role.micro_batch_tokens != "auto" and role.micro_batch_tokens < longest:
             paired = max(task.unit_size for task in passes) > 1
-            what, twice, each = ("pair", "twice ", longest // 2) if paired else ("sequence", "", longest)
+            what, twice, one = ("pair", "twice ", longest // 2) if paired else ("sequence", "", longest)
             raise PlacementError(
                 f"roles.{name}.micro_batch_tokens",
                 f"{role.micro_batch_tokens} tokens have no room for the longest {what}, which has {longest}: "
-                f"{twice}{prompt} in its prompt (data.max_prompt_tokens) and {twice}{each - prompt} in its response",
+                f"{twice}{prompt} in its prompt (data.max_prompt_tokens) and {twice}{one - prompt} in its response",
                 fix=f"roles.{name}.micro_batch_tokens={longest}",
             )

@@ -14,8 +14,8 @@ def check_responses(recipe: Recipe, graph: Graph) -> None:
     """Raise GraphError for a node that would combine numbers of different responses, or learn from others."""
     nodes = {node.name: node for node in graph.nodes}
     for node in graph.nodes:
-        others = node.operation.other_responses
-        for part in (others, node.inputs.keys() - others):
+        other_inputs = node.operation.other_responses
+        for part in (other_inputs, node.inputs.keys() - other_inputs):
             _check_same(node, [name for name in node.inputs if name in part], nodes)
         if old := nodes.get(node.inputs.get("old_logprobs", "")):
             updates = "Trains" in node.capabilities
@@ -24,13 +24,13 @@ def check_responses(recipe: Recipe, graph: Graph) -> None:
 
 def _check_same(node: GraphNode, inputs: list[str], nodes: Mapping[str, GraphNode]) -> None:
     """Check that these inputs come from one node that generates, or from the same rows of the data."""
-    origins = {name: found for name in inputs if (found := _origins(node.inputs[name], nodes))}
+    origins = {name: responses for name in inputs if (responses := _origins(node.inputs[name], nodes))}
     if not origins:
         return
     first = "rollouts" if "rollouts" in origins else next(iter(origins))
-    for name, found in origins.items():
-        if found.isdisjoint(origins[first]):
-            mine, expected = (" and ".join(sorted(each)) for each in (found, origins[first]))
+    for name, responses in origins.items():
+        if responses.isdisjoint(origins[first]):
+            mine, expected = (" and ".join(sorted(names)) for names in (responses, origins[first]))
             fact = f"belongs to the responses of {mine}, and input '{first}' to those of {expected}"
             fix = f"connect a node that reads {expected}"
             if not type(node.operation).__module__.startswith("rlflow."):
@@ -47,7 +47,7 @@ def _origins(name: str, nodes: Mapping[str, GraphNode]) -> frozenset[str]:
         return frozenset({name})
     node = nodes[name]
     read = node.inputs.keys() - node.operation.other_responses
-    return frozenset().union(*(_origins(node.inputs[each], nodes) for each in read)) or frozenset({name})
+    return frozenset().union(*(_origins(node.inputs[name_read], nodes) for name_read in read)) or frozenset({name})
 
 
 def _check_old_logprobs(recipe: Recipe, graph: Graph, node: GraphNode, old: GraphNode, trained: list[str]) -> None:

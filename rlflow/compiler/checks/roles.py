@@ -61,12 +61,12 @@ def _fix_untrained(name: str, graph: Graph) -> str:
 
 
 def _check_colocate(path: str, name: str, role: Role, recipe: Recipe) -> None:
-    others = () if isinstance(role.colocate, str) else role.colocate
-    for other in others:
+    neighbors = () if isinstance(role.colocate, str) else role.colocate
+    for other in neighbors:
         _check_name(path, "role", other, recipe.roles)
-    if len(set(others)) < len(others):
-        raise RecipeError(path, "names a role more than once", fix=f"{path}=[{','.join(dict.fromkeys(others))}]")
-    if others == (name,):
+    if len(set(neighbors)) < len(neighbors):
+        raise RecipeError(path, "names a role more than once", fix=f"{path}=[{','.join(dict.fromkeys(neighbors))}]")
+    if neighbors == (name,):
         raise RecipeError(path, "names no other role", fix="name roles that share its GPUs, or [] for none")
 
 
@@ -91,7 +91,7 @@ def _check_lora(recipe: Recipe, graph: Graph, name: str, role: Role) -> None:
     """Check that adapters are trained and suffice, and that they exist where a node asks for the base model."""
     path, capabilities = f"roles.{name}", graph.capabilities(name)
     model = recipe.models[role.model].architecture
-    others = sorted(capabilities - _LORA_CAPABILITIES)
+    uncovered = sorted(capabilities - _LORA_CAPABILITIES)
     fix = "remove it"
     if role.lora is None:
         if "ScoresBase" not in capabilities:
@@ -100,8 +100,8 @@ def _check_lora(recipe: Recipe, graph: Graph, name: str, role: Role) -> None:
         fix = f"{path}.lora={{}}, or node: logprobs with a role of its own"
     elif name not in graph.trained_roles():
         fact, fix = "the role is never trained", "remove it; a role that follows another one uses its adapters"
-    elif others:
-        fact = f"the role's engine must do {', '.join(others)}, and adapters do not cover the head for that"
+    elif uncovered:
+        fact = f"the role's engine must do {', '.join(uncovered)}, and adapters do not cover the head for that"
     elif model is not None and model.num_experts:
         fact = f"a {model.model_type} has experts, and adapters for experts are not supported"
     else:

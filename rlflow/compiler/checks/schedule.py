@@ -47,10 +47,10 @@ def check_overlap(recipe: Recipe, graph: Graph) -> None:
             trained = role in graph.trained_roles()
             why = "is trained itself, so it cannot generate meanwhile" if trained else "follows no trained role"
             raise RecipeError(path, f"role '{role}' of graph.{node.name} {why}", fix=f"{path}=0")
-        others = [each for each in graph.nodes if each.role == role and each not in ahead]
-        if others:
-            fact = f"role '{role}' also runs graph.{others[0].name}, which belongs to the step that trains"
-            raise RecipeError(path, fact, fix=f"another role for graph.{others[0].name}, or {path}=0")
+        in_step = [user for user in graph.nodes if user.role == role and user not in ahead]
+        if in_step:
+            fact = f"role '{role}' also runs graph.{in_step[0].name}, which belongs to the step that trains"
+            raise RecipeError(path, fact, fix=f"another role for graph.{in_step[0].name}, or {path}=0")
     if resampled := resampled_nodes(graph):
         name = resampled[-1].name
         fact = f"graph.{name} chooses the prompts of a step by their rewards, which needs that step's policy"
