@@ -110,7 +110,9 @@ def _recipe_of_resumed_run(typed: Sequence[str]) -> list[str]:
 
 def _direction_of_optuna(typed: Sequence[str]) -> list[str]:
     """Return an override that makes Optuna maximize the evaluations of runs; by default it minimizes, as for plans."""
-    if "hydra/sweeper=optuna" not in typed or any(each.startswith("hydra.sweeper.direction=") for each in typed):
+    if "hydra/sweeper=optuna" not in typed or any(
+        argument.startswith("hydra.sweeper.direction=") for argument in typed
+    ):
         return []
     return [] if {"dry_run=true", "dry_run=True"} & set(typed) else ["hydra.sweeper.direction=maximize"]
 
@@ -125,7 +127,7 @@ def _translate(argument: str, groups: set[str], config_dir: Path | None) -> str:
     if key in ("recipe", "cluster") and value.startswith(("[", "{")):
         raise RecipeError(key, f"{value} is not a name", fix=f"{key}=NAME, or -m {key}=NAME,OTHER for a sweep")
     if key in groups:
-        return f"{key}={','.join(_quote_choice(key, each, config_dir) for each in value.split(','))}"
+        return f"{key}={','.join(_quote_choice(key, choice, config_dir) for choice in value.split(','))}"
     # '++' sets a key whether or not it exists. The recipe's own check reports unknown keys more clearly than Hydra.
     key = SHORT_KEYS.get(key, key)
     # Hydra would read +100 as 100.
@@ -160,7 +162,7 @@ def _recipe_file(name: str, config_dir: Path | None) -> Path | None:
         raise RecipeError("recipe", f"'{name}' is a folder", fix="name a file in it: recipe=FOLDER/NAME.yaml")
     if config_dir is not None and (config_dir / "recipe" / f"{name}.yaml").is_file():
         return None
-    near = did_you_mean(path.name, (each.name for each in path.parent.glob("*.yaml")))
+    near = did_you_mean(path.name, (file.name for file in path.parent.glob("*.yaml")))
     raise RecipeError("recipe", f"the file '{name}' does not exist", fix=near or f"a path relative to {Path.cwd()}")
 
 

@@ -34,39 +34,39 @@ def composing_error(error: Exception) -> RecipeError:
         )
     reason = " ".join(str(error).split("\nSee ")[0].split()).rstrip(".") or type(error).__name__
     for pattern, explain in _EXPLANATIONS.items():
-        if found := re.match(pattern, reason):
-            return explain(found)
+        if match := re.match(pattern, reason):
+            return explain(match)
     return RecipeError("command line", reason, fix="rlflow --help shows how overrides are written")
 
 
-def _merging_error(found: re.Match[str]) -> RecipeError:
-    fix = f"write the keys to change: {found[1]}={{KEY: VALUE}}"
-    return RecipeError(found[1], f"keys with values cannot be replaced by {found[2]}", fix=fix)
+def _merging_error(match: re.Match[str]) -> RecipeError:
+    fix = f"write the keys to change: {match[1]}={{KEY: VALUE}}"
+    return RecipeError(match[1], f"keys with values cannot be replaced by {match[2]}", fix=fix)
 
 
-def _file_error(found: re.Match[str]) -> RecipeError:
-    fact = f"does not fit the files that it starts from ({found[2]})"
-    return FileError(found[1], fact, fix="write sections as keys with values, as they have them: {KEY: VALUE}")
+def _file_error(match: re.Match[str]) -> RecipeError:
+    fact = f"does not fit the files that it starts from ({match[2]})"
+    return FileError(match[1], fact, fix="write sections as keys with values, as they have them: {KEY: VALUE}")
 
 
-def _choice_error(found: re.Match[str]) -> RecipeError:
-    fact = f"the defaults of its files choose '{found[1]}' more than once, the last time '{found[2]}'"
-    return RecipeError("recipe", fact, fix=f"keep one, or write 'override /{found[1]}: {found[2]}' for the last")
+def _choice_error(match: re.Match[str]) -> RecipeError:
+    fact = f"the defaults of its files choose '{match[1]}' more than once, the last time '{match[2]}'"
+    return RecipeError("recipe", fact, fix=f"keep one, or write 'override /{match[1]}: {match[2]}' for the last")
 
 
-def _comma_error(found: re.Match[str]) -> RecipeError:
-    fact = f"a comma separates the values of a sweep, got {found[2]}"
-    fix = f"-m for a sweep, or {found[1]}=[{found[2]}] for a list; numbers have no commas"
-    return RecipeError(found[1], fact, fix=fix)
+def _comma_error(match: re.Match[str]) -> RecipeError:
+    fact = f"a comma separates the values of a sweep, got {match[2]}"
+    fix = f"-m for a sweep, or {match[1]}=[{match[2]}] for a list; numbers have no commas"
+    return RecipeError(match[1], fact, fix=fix)
 
 
-def _quoting_error(found: re.Match[str]) -> RecipeError:
-    fix = f"quote a text for the shell and for Hydra: \"{found[1]}='TEXT'\", with \\' for an apostrophe in it"
-    return RecipeError(found[1], f"{found[2]} cannot be read", fix=fix)
+def _quoting_error(match: re.Match[str]) -> RecipeError:
+    fix = f"quote a text for the shell and for Hydra: \"{match[1]}='TEXT'\", with \\' for an apostrophe in it"
+    return RecipeError(match[1], f"{match[2]} cannot be read", fix=fix)
 
 
-def _word_error(found: re.Match[str]) -> RecipeError:
-    fact = f"'{found[1]}' is neither a command nor KEY=VALUE"
+def _word_error(match: re.Match[str]) -> RecipeError:
+    fact = f"'{match[1]}' is neither a command nor KEY=VALUE"
     return RecipeError("command line", fact, fix="rlflow --help lists the commands")
 
 

@@ -62,16 +62,16 @@ class Evaluation(Section):
 
     def sets_with(self, eval_split: str | None) -> dict[str, EvaluationSet]:
         """Return all sets by name: first the rows of ``data.eval_split``, if there are any, whose name is empty."""
-        own = {} if eval_split is None else {"": EvaluationSet(split=eval_split)}
-        return own | dict(self.sets)
+        main = {} if eval_split is None else {"": EvaluationSet(split=eval_split)}
+        return main | dict(self.sets)
 
-    def prompts_of(self, each: EvaluationSet) -> int:
+    def prompts_of(self, held_out: EvaluationSet) -> int:
         """Return the number of prompts of a set."""
-        return each.num_prompts or self.num_prompts
+        return held_out.num_prompts or self.num_prompts
 
-    def responses_of(self, each: EvaluationSet) -> int:
+    def responses_of(self, held_out: EvaluationSet) -> int:
         """Return the number of responses to each prompt of a set."""
-        return each.num_responses or self.num_responses
+        return held_out.num_responses or self.num_responses
 
     def figure(self, eval_split: str | None, measured: str) -> str:
         """Return the name of the metric that stands for an evaluation: mean reward or accuracy on the first set.
@@ -105,8 +105,8 @@ def pass_metrics(
     size = int(prompts.max()) + 1
     numbers = np.bincount(prompts[judged], minlength=size).tolist()
     passed = np.bincount(prompts[judged], rewards[judged] >= least, minlength=size).astype(int).tolist()
-    most = max(numbers)
-    ks = sorted({2**power for power in range(most.bit_length())} | {most} - {0})
+    largest = max(numbers)
+    ks = sorted({2**power for power in range(largest.bit_length())} | {largest} - {0})
     shares = {
         k: [pass_at_k(number, passes, k) for number, passes in zip(numbers, passed, strict=True) if number >= k]
         for k in ks

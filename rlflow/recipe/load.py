@@ -58,24 +58,26 @@ def _check_keys(mapping: Mapping[str, Any]) -> None:
         entries: dict[str, Any] = value if isinstance(value, dict) else {}
         for name, entry in entries.items():
             if isinstance(entry, dict) and required not in entry and not (section == "roles" and "engine" in entry):
-                others = {each: other for each, other in entries.items() if each != name}
+                siblings = {sibling: other for sibling, other in entries.items() if sibling != name}
                 new = f"remove it, or add {section}.{name}.{required}=..., for a new {kind}"
-                fix = _fix_for_missing(section, name, entry, others) or new
-                raise RecipeError(f"{section}.{name}", f"the recipe has no {kind} '{name}'", known=others, fix=fix)
+                fix = _fix_for_missing(section, name, entry, siblings) or new
+                raise RecipeError(f"{section}.{name}", f"the recipe has no {kind} '{name}'", known=siblings, fix=fix)
 
 
-def _fix_for_missing(section: str, name: str, entry: Mapping[str, Any], others: Mapping[str, Any]) -> str | None:
+def _fix_for_missing(section: str, name: str, entry: Mapping[str, Any], siblings: Mapping[str, Any]) -> str | None:
     """Return the fix for keys of a missing role or node: the one that is meant, if it can be known."""
     owner, _, rest = name.partition(".")
-    if owner in others:
+    if owner in siblings:
         return f"a key in a file has no dots: write {nested(f'{owner}.{rest}')}"
-    if near := did_you_mean(name, others):
+    if near := did_you_mean(name, siblings):
         return near
     path, value = "", entry
     while isinstance(value, dict) and len(value) == 1:
         key, value = next(iter(value.items()))
         path += f".{key}"
-    having = [each for each, other in others.items() if isinstance(other, dict) and entry.keys() <= other.keys()]
+    having = [
+        sibling for sibling, other in siblings.items() if isinstance(other, dict) and entry.keys() <= other.keys()
+    ]
     return f"did you mean {section}.{having[0]}{path}?" if path and len(having) == 1 else None
 
 
@@ -150,10 +152,10 @@ def recipe_from(mapping: Mapping[str, Any]) -> Recipe:
 def _check_model_keys(path: str, model: Model, source: str) -> None:
     """Raise RecipeError for a key of a model that has no effect or contradicts the source of its weights."""
     known = {key for keys in _KEYS_BESIDE.values() for key in keys}
-    if others := sorted(key for key in known - {*_KEYS_BESIDE[source]} if getattr(model, key)):
+    if idle_keys := sorted(key for key in known - {*_KEYS_BESIDE[source]} if getattr(model, key)):
         fact = f"has no effect on a model whose weights come from '{source}'"
-        fix = " ".join(f"{path}.{key}={'false' if key == 'trust_remote_code' else 'null'}" for key in others)
-        raise RecipeError(f"{path}.{others[0]}", fact, fix=fix)
+        fix = " ".join(f"{path}.{key}={'false' if key == 'trust_remote_code' else 'null'}" for key in idle_keys)
+        raise RecipeError(f"{path}.{idle_keys[0]}", fact, fix=fix)
 
 
 def _check_names(recipe: Recipe) -> None:

@@ -131,7 +131,7 @@ def _check_content(config: DictConfig, config_path: str, package: str, file: str
     for entry in content.get("defaults", []):
         if _refers_to_hydra(entry):
             raise _hydra_error(file, f"its defaults have {entry!r}, which belongs to Hydra")
-        if name := next((each for each in _names(entry) if _leads_out(each)), None):
+        if name := next((name for name in _names(entry) if _leads_out(name)), None):
             fact = f"its defaults have '{name}', which may lead out of the folders of configuration files"
             raise FileError(file, fact, fix="name files of these folders, as /data: gsm8k")
     for path in _targets(content, ""):
@@ -154,8 +154,9 @@ def _check_defaults(content: dict[Any, Any], file: str) -> None:
         fact = f"its defaults have {wrong[0]!r}, which is no name of a file"
         raise FileError(file, fact, fix="write names, as grpo_tiny or /data: gsm8k")
     later = defaults[defaults.index("_self_") + 1 :] if "_self_" in defaults else []
-    if content.keys() - {"defaults"} and (others := [each for each in later if not _is_override(each)]):
-        fact = f"its defaults have {others[0]!r} after _self_, so its keys replace those of this file"
+    overruled = [entry for entry in later if not _is_override(entry)]
+    if content.keys() - {"defaults"} and overruled:
+        fact = f"its defaults have {overruled[0]!r} after _self_, so its keys replace those of this file"
         raise FileError(file, fact, fix="put _self_ last")
 
 
@@ -181,7 +182,7 @@ def _names(entry: Any) -> list[str]:
     if not isinstance(entry, dict):
         return [str(entry)]
     options = [option if isinstance(option, list) else [option] for option in entry.values()]
-    return [f"{group}/{option}" for group, each in zip(entry, options, strict=True) for option in each]
+    return [f"{group}/{option}" for group, chosen in zip(entry, options, strict=True) for option in chosen]
 
 
 def _leads_out(name: str) -> bool:
@@ -196,7 +197,7 @@ def _segments(name: str) -> list[str]:
 def _folders(option: Any) -> list[str]:
     """Return the folders in the name of an option, or in those of a list of options."""
     options = option if isinstance(option, list) else [option]
-    return [segment for each in options for segment in _segments(str(each).rpartition("/")[0])]
+    return [segment for option in options for segment in _segments(str(option).rpartition("/")[0])]
 
 
 def _targets(value: Any, path: str) -> Iterator[str]:

@@ -65,8 +65,8 @@ def _describe_role(role: str, steps: Mapping[int, Sequence[Line]]) -> str | None
         for line in lines:
             busy_seconds[line["engine"]] += line["seconds"]
         last = max(busy_seconds, key=lambda engine: busy_seconds[engine])
-        others = [seconds for engine, seconds in busy_seconds.items() if engine != last]
-        if others and (wait := busy_seconds[last] - sum(others) / len(others)) > _LAG_SHARE * busy_seconds[last]:
+        earlier = [seconds for engine, seconds in busy_seconds.items() if engine != last]
+        if earlier and (wait := busy_seconds[last] - sum(earlier) / len(earlier)) > _LAG_SHARE * busy_seconds[last]:
             lags[last] += 1
             waits[last].append(wait / busy_seconds[last])
             causes[last][_cause(last, lines)] += 1
@@ -81,11 +81,12 @@ def _describe_role(role: str, steps: Mapping[int, Sequence[Line]]) -> str | None
 
 
 def _cause(engine: int, lines: Sequence[Line]) -> str:
-    own = [line for line in lines if line["engine"] == engine]
-    full = sum(line["seconds"] for line in own if line["cache"] >= _FULL_CACHE or line["preemptions"])
-    if full > _LAG_SHARE * sum(line["seconds"] for line in own):
+    engine_lines = [line for line in lines if line["engine"] == engine]
+    full = sum(line["seconds"] for line in engine_lines if line["cache"] >= _FULL_CACHE or line["preemptions"])
+    if full > _LAG_SHARE * sum(line["seconds"] for line in engine_lines):
         return "its KV cache is full"
-    speeds = {each: _speed([line for line in lines if line["engine"] == each]) for each in {e["engine"] for e in lines}}
+    numbers = {line["engine"] for line in lines}
+    speeds = {number: _speed([line for line in lines if line["engine"] == number]) for number in numbers}
     if speeds[engine] < _SLOW_SPEED * median(speeds.values()):
         return f"it generates {speeds[engine]:.0f} tokens/s per response, the median is {median(speeds.values()):.0f}"
     return "it has the longest responses"

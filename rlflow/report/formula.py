@@ -12,9 +12,9 @@ def loss_lines(graph: Graph) -> list[str]:
 
     A node that states no formula stands in the others by its name.
     """
-    own = {name: stated.symbol for name, stated in _stated(graph, {}).items()}
-    used = Counter(own.values())
-    symbols = {name: symbol if used[symbol] == 1 else f"{symbol}_{name}" for name, symbol in own.items()}
+    stated_symbols = {name: stated.symbol for name, stated in _stated(graph, {}).items()}
+    used = Counter(stated_symbols.values())
+    symbols = {name: symbol if used[symbol] == 1 else f"{symbol}_{name}" for name, symbol in stated_symbols.items()}
     formulas = _stated(graph, symbols)
     lines: dict[str, None] = {}
     for node in graph.nodes:
@@ -28,11 +28,11 @@ def loss_lines(graph: Graph) -> list[str]:
 
 def _stated(graph: Graph, symbols: Mapping[str, str]) -> dict[str, Formula]:
     """Return each node's formula, where it has one, its inputs called by their ``symbols`` or else their names."""
-    given = {
+    formulas = {
         node.name: node.operation.formula({name: symbols.get(origin, origin) for name, origin in node.inputs.items()})
         for node in graph.nodes
     }
-    return {name: stated for name, stated in given.items() if stated is not None}
+    return {name: stated for name, stated in formulas.items() if stated is not None}
 
 
 def _lines(stated: Formula, symbol: str, is_loss: bool) -> Iterator[str]:
@@ -47,7 +47,7 @@ def _is_read(graph: Graph, node: GraphNode) -> bool:
 
 def _upstream(graph: Graph, node: GraphNode) -> Iterator[GraphNode]:
     """Yield the node and all that it is made of, the nearest first."""
-    nodes, wanted = {each.name: each for each in graph.nodes}, [node.name]
+    nodes, wanted = {other.name: other for other in graph.nodes}, [node.name]
     for name in wanted:
         yield nodes[name]
         wanted += [origin for origin in nodes[name].inputs.values() if origin in nodes and origin not in wanted]

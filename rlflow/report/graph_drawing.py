@@ -33,8 +33,9 @@ def draw_graph(plan: Plan) -> dict[str, Any]:
     for column in range(1 + max(columns.values())):
         inside = [place for place, (at, _) in places.items() if at == column]
         # Each place is next to the mean row of those that it comes from; among equals, lines pass below boxes.
-        mean = {place: sum(places[each][1] for each in before[place]) / max(1, len(before[place])) for place in inside}
-        for row, place in enumerate(sorted(inside, key=lambda each: (mean[each], isinstance(each, tuple)))):
+        rows_before = {place: [places[origin][1] for origin in before[place]] for place in inside}
+        mean = {place: sum(numbers) / max(1, len(numbers)) for place, numbers in rows_before.items()}
+        for row, place in enumerate(sorted(inside, key=lambda place: (mean[place], isinstance(place, tuple)))):
             places[place] = (column, row)
         rows = max(rows, len(inside))
     return {

@@ -11,7 +11,7 @@ def build_page(template: str, figures: Any, *scripts: str) -> str:
 
     ``{{figures}}`` is replaced by the figures as JSON. More ``scripts`` of this folder run at the end.
     """
-    page = re.sub(r"\{\{(?!figures)([\w./]+)\}\}", lambda found: _read(found[1]), _read(template))
+    page = re.sub(r"\{\{(?!figures)([\w./]+)\}\}", lambda part: _read(part[1]), _read(template))
     page += "".join(f"<script>{_read(name)}</script>" for name in scripts)
     # A script element ends at the first "</", whatever its type.
     return page.replace("{{figures}}", json.dumps(figures).replace("<", "\\u003c"))

@@ -75,7 +75,7 @@ def _run(plan: Plan) -> str:
 
 def describe_host_memory(plan: Plan) -> str:
     """Return the memory of the host that needs most; empty below 1 GiB."""
-    host, gib = max(plan.prediction.host_gib.items(), key=lambda each: each[1], default=("", 0.0))
+    host, gib = max(plan.prediction.host_gib.items(), key=lambda need: need[1], default=("", 0.0))
     return f"{gib:.0f} GiB on {host}, for offloaded and sleeping roles and for data" if gib >= 1 else ""
 
 

@@ -91,8 +91,8 @@ def page_figures(plan: Plan) -> dict[str, Any]:
             "warning": list(prediction.warnings),
         },
         "alternatives": [
-            {"time": "does not fit" if each.step_seconds is None else format_time(each.step_seconds), **asdict(each)}
-            for each in prediction.alternatives
+            {"time": "does not fit" if other.step_seconds is None else format_time(other.step_seconds), **asdict(other)}
+            for other in prediction.alternatives
         ],
         "recipe": to_yaml(plan.recipe),
     }
@@ -139,7 +139,7 @@ def _band(plan: Plan, role: str) -> tuple[float, float] | None:
 
 def _role_of(plan: Plan, node: str) -> str | None:
     """Return the role that runs a node; for a weight sync the one that gets the weights."""
-    nodes: dict[str, GraphNode] = {each.name: each for each in plan.graph.nodes}
+    nodes: dict[str, GraphNode] = {planned.name: planned for planned in plan.graph.nodes}
     if node in nodes:
         return nodes[node].role
     return next((sync.target for sync in plan.workload.copies if sync.node == node), None)

@@ -160,7 +160,7 @@ def _roles(plan: Plan, colours: Mapping[str, str], width: int) -> Table:
         table.add_row(Text(role, colours[role]), words + _adapters(options) + _pinned_attention(options))
         memory = plan.prediction.memory[role]
         peaks = [(max(gpus.values()), sizes[host] or 0.0) for host, gpus in memory.peak_gib.items()]
-        peak, size = min(peaks, key=lambda each: each[1] - each[0], default=(0.0, 0.0))
+        peak, size = min(peaks, key=lambda pair: pair[1] - pair[0], default=(0.0, 0.0))
         if peak:
             terms = _terms(memory.phases[memory.phase], peak, memory.sequences)
             table.add_row("", f"{_bar(peak, size)} GiB in {memory.phase}: {terms}")

@@ -111,7 +111,7 @@ class ProgressDisplay(Observer):
         """Return what else is known of a step: a curve, engines, memory, staleness, and the time beside the plan's."""
         self._curve += [metrics[self._curve_metric]] if self._curve_metric in metrics else []
         curve = "" if self._console.options.ascii_only else sparkline(self._curve)
-        speeds = {each.partition("/")[0]: value for each, value in metrics.items() if each.endswith(_ENGINE_SPEED)}
+        speeds = {name.partition("/")[0]: value for name, value in metrics.items() if name.endswith(_ENGINE_SPEED)}
         # The first of several steps that are generated together takes the time of all.
         measured = format_seconds(fmean(self._seconds[-self._plan.steps_per_turn :]))
         predicted = format_seconds(self._plan.prediction.step_seconds)

@@ -53,14 +53,14 @@ def ranked(outcomes: Sequence[SweepOutcome]) -> list[tuple[str, SweepOutcome]]:
     The fastest step comes first; with a deadline the cheapest run, and runs that miss it after those that do not. Jobs
     that do not fit come last.
     """
-    jobs = sorted(outcomes, key=lambda each: (_rank(each), each.overrides))
+    jobs = sorted(outcomes, key=lambda outcome: (_rank(outcome), outcome.overrides))
     return list(zip(own_overrides([job.overrides for job in jobs]), jobs, strict=True))
 
 
 def own_overrides(jobs: Sequence[Sequence[str]]) -> list[str]:
     """Return the overrides of each job in short, without those that all jobs share."""
     everywhere = set(jobs[0]).intersection(*jobs)
-    return [", ".join(_short(each) for each in overrides if each not in everywhere) for overrides in jobs]
+    return [", ".join(_short(override) for override in overrides if override not in everywhere) for overrides in jobs]
 
 
 def are_priced(outcomes: Sequence[SweepOutcome]) -> bool:
@@ -82,14 +82,14 @@ def ranking_table(outcomes: Sequence[SweepOutcome]) -> RenderableType:
     for heading in ("sweep", "fits", "step", f"tokens/s\nper {unit}", "run", f"{unit}-hours", *money, "headroom"):
         table.add_column(heading, overflow="fold", no_wrap=heading != "sweep")
     reasons: list[Text] = []
-    for own, outcome in ranked(outcomes):
+    for label, outcome in ranked(outcomes):
         if outcome.plan is None:
-            table.add_row(own, "no")
-            reasons.append(Text(f"{own}: {outcome.reason}."))
+            table.add_row(label, "no")
+            reasons.append(Text(f"{label}: {outcome.reason}."))
             continue
         prediction, cost = outcome.plan.prediction, outcome.plan.cost
         table.add_row(
-            own,
+            label,
             "tight" if prediction.verdict == "TIGHT" else "yes",
             format_seconds(prediction.step_seconds),
             f"{prediction.tokens_per_second_per_gpu:.0f}",

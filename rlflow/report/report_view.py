@@ -72,9 +72,9 @@ def _sample(sample: Mapping[str, Any]) -> list[str]:
 
 def _table(headings: Sequence[str], rows: Iterator[list[str]]) -> str:
     """Return a table of texts that may hold anything."""
-    head = "".join(f"<th>{escape(each)}</th>" for each in headings)
+    head = "".join(f"<th>{escape(cell)}</th>" for cell in headings)
     style = 'style="text-align: left; white-space: pre-wrap"'
-    body = ["".join(f"<td {style}>{escape(each)}</td>" for each in row) for row in rows]
+    body = ["".join(f"<td {style}>{escape(cell)}</td>" for cell in row) for row in rows]
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(f'<tr>{row}</tr>' for row in body)}</tbody></table>"
 
 

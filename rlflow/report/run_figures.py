@@ -244,9 +244,9 @@ def _placed(step: Mapping[str, float], predicted: Mapping[str, tuple[float, floa
     """Return the measured times of a step's nodes, each after those that end before it in the plan."""
     measured = {name.removeprefix("seconds/"): value for name, value in step.items() if name.startswith("seconds/")}
     nodes: dict[str, tuple[float, float]] = {}
-    for name in sorted(measured, key=lambda each: predicted.get(each, (0.0, 0.0))):
+    for name in sorted(measured, key=lambda node: predicted.get(node, (0.0, 0.0))):
         begin = predicted.get(name, (0.0, 0.0))[0] + _INSTANT
-        earlier = [end for each, (_, end) in nodes.items() if each in predicted and predicted[each][1] <= begin]
+        earlier = [end for node, (_, end) in nodes.items() if node in predicted and predicted[node][1] <= begin]
         start = max(earlier, default=0.0)
         nodes[name] = start, start + measured[name]
     return {"step": int(step["step"]), "seconds": step["seconds"], "nodes": nodes}

@@ -37,7 +37,7 @@ def run_page(folders: Sequence[Path]) -> str:
 
 def page_figures(files: Sequence[RunFiles]) -> dict[str, Any]:
     """Return the figures of all runs on a page, from what they have written so far."""
-    runs = [each.figures() for each in files]
+    runs = [run.figures() for run in files]
     return {"runs": runs, "differences": differences([run.pop("recipe") for run in runs])}
 
 

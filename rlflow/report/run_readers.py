@@ -34,8 +34,8 @@ def _first_mistake(error: ValidationError) -> str:
     place = ".".join(str(key) if str(key).isprintable() else repr(key) for key in first["loc"])
     if first["type"] == "missing":
         return f"{place} is missing"
-    expected, found = first["msg"].replace("Input should be", "expected"), repr(first["input"])
-    shown = found if len(found) <= _LONGEST_SHOWN else f"{found[:_LONGEST_SHOWN]}..."
+    expected, value = first["msg"].replace("Input should be", "expected"), repr(first["input"])
+    shown = value if len(value) <= _LONGEST_SHOWN else f"{value[:_LONGEST_SHOWN]}..."
     return f"{place}: {expected}, found {shown}" if place else f"{expected}, found {shown}"
 
 

@@ -19,10 +19,10 @@ def size_figures(plan: Plan) -> dict[str, Any]:
     """Return the sizes that can be changed, and what the planner predicts for each combination."""
     axes = size_axes(plan)
     points = list(size_points(plan, axes))
-    own = tuple(axis.values[axis.own] for axis in axes)
+    planned = tuple(axis.values[axis.own] for axis in axes)
     labels = [{"label": _SIZES[axis.key.rpartition(".")[2]], **asdict(axis)} for axis in axes]
     shown = [_size_point(plan, point) for point in points]
-    return {"axes": labels, "points": shown, "own": next(point for point in shown if point["sizes"] == own)}
+    return {"axes": labels, "points": shown, "own": next(point for point in shown if point["sizes"] == planned)}
 
 
 def _size_point(plan: Plan, point: SizePoint) -> dict[str, Any]:

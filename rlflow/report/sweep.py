@@ -139,9 +139,9 @@ def runs_table(rows: Sequence[RunRow]) -> RenderableType:
 
 def runs_csv(rows: Sequence[RunRow]) -> str:
     """Return the runs as comma-separated values, with a column for each key that has different values."""
-    settings = [dict(each.split("=", 1) for each in row.job.overrides if "=" in each) for row in rows]
-    keys = dict.fromkeys(key for each in settings for key in each)
-    swept = [key for key in keys if len({each.get(key) for each in settings}) > 1]
+    settings = [dict(setting.split("=", 1) for setting in row.job.overrides if "=" in setting) for row in rows]
+    keys = dict.fromkeys(key for setting in settings for key in setting)
+    swept = [key for key in keys if len({setting.get(key) for setting in settings}) > 1]
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
     table.writerow(

@@ -38,7 +38,7 @@ def sweep_figures(outcomes: Sequence[SweepOutcome], directory: Path) -> dict[str
     return {
         "name": ", ".join(dict.fromkeys(outcome.plan.recipe.name for _, outcome in jobs if outcome.plan)),
         # All plans of a page are dry runs.
-        "shared": sorted(each for each in shared if not each.startswith("dry_run=")),
+        "shared": sorted(override for override in shared if not override.startswith("dry_run=")),
         "cost": "price" if priced else f"{unit}-hours",
         "unit": unit,
         "price_unit": PRICE_UNIT,
@@ -71,4 +71,4 @@ def _plan(label: str, outcome: SweepOutcome, directory: Path, *, priced: bool) -
 def _is_better(other: dict[str, Any], plan: dict[str, Any]) -> bool:
     """Return whether another run is at least as short and as cheap, and one of both is less."""
     pairs = [(other[name], plan[name]) for name in ("hours", "cost")]
-    return all(theirs <= own for theirs, own in pairs) and any(theirs < own for theirs, own in pairs)
+    return all(theirs <= mine for theirs, mine in pairs) and any(theirs < mine for theirs, mine in pairs)

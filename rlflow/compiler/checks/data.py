@@ -44,9 +44,8 @@ def _check_pairs(recipe: Recipe) -> None:
     """Raise RecipeError for pairs whose two responses are the same column."""
     sets = recipe.evaluation.sets if recipe.evaluation else {}
     tables = {"data.columns": recipe.data.columns}
-    tables |= {
-        f"evaluation.sets.{name}.columns": held_out.columns for name, held_out in sets.items() if held_out.source
-    }
+    sets_with_source = {name: held_out for name, held_out in sets.items() if held_out.source}
+    tables |= {f"evaluation.sets.{name}.columns": held_out.columns for name, held_out in sets_with_source.items()}
     for path, columns in tables.items():
         if (column := columns.get("chosen", "chosen")) == columns.get("rejected", "rejected"):
             fact = f"chosen and rejected are both '{column}', so that all pairs are ties"

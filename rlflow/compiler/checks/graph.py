@@ -77,9 +77,8 @@ def _check_required_options(node: GraphNode, nodes: Mapping[str, GraphNode]) -> 
             path, actual = f"graph.{origin.name}.{option}", getattr(origin.operation, option, value)
             if actual != value:
                 fact = f"is {actual}, but input '{name}' of graph.{node.name} requires {value}"
-                same_kind = [
-                    candidate for candidate in nodes.values() if isinstance(candidate.operation, type(origin.operation))
-                ]
-                fits = [candidate.name for candidate in same_kind if getattr(candidate.operation, option) == value]
+                kind = type(origin.operation)
+                same_kind = [other for other in nodes.values() if isinstance(other.operation, kind)]
+                fits = [other.name for other in same_kind if getattr(other.operation, option) == value]
                 fix = f"graph.{node.name}.{name}={fits[0]}" if fits else f"{path}={value}"
                 raise GraphError(path, fact, fix=fix)

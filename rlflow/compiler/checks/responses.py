@@ -47,7 +47,7 @@ def _origins(name: str, nodes: Mapping[str, GraphNode]) -> frozenset[str]:
         return frozenset({name})
     node = nodes[name]
     read = node.inputs.keys() - node.operation.other_responses
-    return frozenset().union(*(_origins(node.inputs[name_read], nodes) for name_read in read)) or frozenset({name})
+    return frozenset().union(*(_origins(node.inputs[key], nodes) for key in read)) or frozenset({name})
 
 
 def _check_old_logprobs(recipe: Recipe, graph: Graph, node: GraphNode, old: GraphNode, trained: list[str]) -> None:
