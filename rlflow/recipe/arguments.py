@@ -110,9 +110,7 @@ def _recipe_of_resumed_run(typed: Sequence[str]) -> list[str]:
 
 def _direction_of_optuna(typed: Sequence[str]) -> list[str]:
     """Return an override that makes Optuna maximize the evaluations of runs; by default it minimizes, as for plans."""
-    if "hydra/sweeper=optuna" not in typed or any(
-        argument.startswith("hydra.sweeper.direction=") for argument in typed
-    ):
+    if "hydra/sweeper=optuna" not in typed or any(text.startswith("hydra.sweeper.direction=") for text in typed):
         return []
     return [] if {"dry_run=true", "dry_run=True"} & set(typed) else ["hydra.sweeper.direction=maximize"]
 
