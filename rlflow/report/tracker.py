@@ -83,34 +83,8 @@ class Guard(Observer):
         self._name, self._tracker, self._warn = name, tracker, warn
         self._works = True
 
-    def warned(self, warning: str) -> None:
-        self._call("warned", warning)
-
-    def started(self, plan: Plan, directory: Path, step: int) -> None:
-        self._call("started", plan, directory, step)
-
-    def measured(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._call("measured", step, metrics)
-
-    def evaluated(self, step: int, figure: float) -> None:
-        self._call("evaluated", step, figure)
-
-    def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._call("stepped", step, metrics)
-
-    def failed(self, step: int, node: str, reasons: Mapping[str, int]) -> None:
-        self._call("failed", step, node, reasons)
-
-    def sampled(self, samples: Sequence[Sample]) -> None:
-        self._call("sampled", samples)
-
-    def ended(self, report: Report) -> None:
-        self._call("ended", report)
-
-    def close(self) -> None:
-        self._call("close")
-
-    def _call(self, event: str, *arguments: Any) -> None:
+    def send(self, event: str, *arguments: Any) -> None:
+        """Send an event to the tracker, as long as it works."""
         if not self._works:
             return
         try:
@@ -122,6 +96,17 @@ class Guard(Observer):
             self._warn(
                 f"the tracker '{self._name}' failed, and the run continues without it ({redact(first_line(error))})"
             )
+
+
+def _sender(event: str) -> Callable[..., None]:
+    def send(self: Guard, *arguments: Any) -> None:
+        self.send(event, *arguments)
+
+    return send
+
+
+for _event in [name for name in vars(Observer) if not name.startswith("_")]:
+    setattr(Guard, _event, _sender(_event))
 
 
 def redact(text: str) -> str:
