@@ -18,6 +18,7 @@ from rlflow.recipe.compose import load_cluster
 from rlflow.report.formats import format_range, format_seconds
 from rlflow.report.graph_drawing import draw_graph
 from rlflow.report.plan_page import page_figures, plan_page
+from rlflow.report.plan_text import render
 from tests.browser import WIDTHS, assert_accessible, assert_fits_paper, assert_prints, needs_browser, open_page
 from tests.helpers import load
 
@@ -30,7 +31,7 @@ def plan() -> Plan:
 def text_of(plan: Plan) -> str:
     """Return the plan as the console shows it."""
     console = Console(width=100, file=io.StringIO(), record=True)
-    console.print(plan)
+    console.print(render(plan))
     return console.export_text()
 
 
