@@ -38,7 +38,7 @@ from rlflow.compiler.models import models_in_use
 from rlflow.compiler.plan import Plan
 from rlflow.nodes.generate import Converse
 from rlflow.resources.time.lengths import Lengths
-from rlflow.runtime.objects.budget import edge
+from rlflow.runtime.objects.store_usage import edge
 from rlflow.runtime.ray.runtime import RayRuntime
 from rlflow.system.processes import descendants
 

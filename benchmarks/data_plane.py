@@ -26,7 +26,6 @@ import argparse
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from mmap import mmap
 from pathlib import Path
 from statistics import median
@@ -50,10 +49,8 @@ from rlflow.compiler.models import models_in_use
 from rlflow.compiler.plan import Plan
 from rlflow.data.source import load_rows, open_training_data
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
-from rlflow.runtime.objects.budget import Budget, store_limits
 from rlflow.runtime.objects.object_process import ObjectProcess
 from rlflow.runtime.objects.ray_api import import_ray, wait_all
-from rlflow.runtime.objects.results import RemoteCall, StoreCalls
 from rlflow.runtime.objects.sharding import divide_rows
 from rlflow.runtime.objects.slices import SharedBatch
 from rlflow.runtime.objects.store import blocks_of
@@ -128,16 +125,12 @@ class Workers:
             import_ray().get([actor.reuse_memory.remote() for actor in self.actors])
         holders = [import_ray().cloudpickle.dumps(Holder(rank, lengths)) for rank in range(WORKERS)]
         import_ray().get([actor.load_object.remote(holder) for actor, holder in zip(self.actors, holders, strict=True)])
-        self.store_calls = StoreCalls(Budget(store_limits()))
 
-    def call(self, rank: int, method: str, *arguments: Any, **named: Any) -> Any:
-        return as_future(getattr(self.actors[rank], method).remote(*arguments, **named), f"worker {rank}")
-
-    def remotes(self) -> list[RemoteCall]:
-        return [partial(self.call, rank) for rank in range(WORKERS)]
+    def call(self, rank: int, method: str, *arguments: Any) -> Any:
+        return as_future(self.actors[rank].call_and_put.remote(True, method, *arguments), f"worker {rank}")
 
     def made(self) -> Six:
-        return Six.concatenate(wait_all([self.store_calls.call(remote, "make") for remote in self.remotes()]))
+        return Six.concatenate(wait_all([self.call(rank, "make") for rank in range(WORKERS)]))
 
     def padding(self) -> int:
         """Return the number of values in the store that belong to no row."""
@@ -146,14 +139,10 @@ class Workers:
         return sum(block.count for block in blocks_of(batch)) - rows
 
     def ours(self) -> int:
-        remotes = self.remotes()
         batch = self.made()
         whole = SharedBatch(batch)
         cut = divide_rows(Sequences(keys=batch.keys, prompt_ids=batch.ids, response_ids=batch.ids), WORKERS)
-        sums = [
-            self.store_calls.call(remote, "read_packed", whole.slice(rows))
-            for remote, rows in zip(remotes, cut, strict=True)
-        ]
+        sums = [self.call(rank, "read_packed", whole.slice(rows).to_message()) for rank, rows in enumerate(cut)]
         return int(np.bitwise_xor.reduce(wait_all(sums)))
 
 
@@ -229,16 +218,15 @@ def moved() -> tuple[dict[str, float], int, int]:
         "packed, by reference": controller.packed_by_reference,
     }
     source = [np.ones(int(lengths.sum()), np.int32) for _ in (*WHOLE, *REAL)]
-    with workers.store_calls.running():
-        for _ in range(REPEATS):
-            for name, way in ways.items():
-                took, result = seconds(way)
-                taken.setdefault(name, []).append(took)
-                sums.add(result)
-            taken.setdefault("memcpy", []).append(copied(source, to_new=True))
-            taken.setdefault("memcpy to memory in use", []).append(copied(source, to_new=False))
-        assert len(sums) == 1, "all methods must read the same values"
-        return {name: median(values) for name, values in taken.items()}, workers.padding(), sums.pop()
+    for _ in range(REPEATS):
+        for name, way in ways.items():
+            took, result = seconds(way)
+            taken.setdefault(name, []).append(took)
+            sums.add(result)
+        taken.setdefault("memcpy", []).append(copied(source, to_new=True))
+        taken.setdefault("memcpy to memory in use", []).append(copied(source, to_new=False))
+    assert len(sums) == 1, "all methods must read the same values"
+    return {name: median(values) for name, values in taken.items()}, workers.padding(), sums.pop()
 
 
 @dataclass(frozen=True)
@@ -293,7 +281,7 @@ def steps_of(prompts: int, group_size: int, steps: int = 5) -> Steps:
         RayRuntime().start(plan, models, Path(folder)) as engines,
     ):
         assert isinstance(engines, RayEngines)
-        budget, hosted = engines.store_calls.budget, engines.place_with_tokens(data)
+        hosted = engines.place_with_tokens(data)
         training = Training.of(plan, engines, hosted)
         took = []
         train_step(training, 0)
@@ -302,7 +290,7 @@ def steps_of(prompts: int, group_size: int, steps: int = 5) -> Steps:
         for step in range(steps):
             settled()
             took.append(train_step(training, step + 2)["seconds"])
-        (peak,) = budget.peaks.values()
+        (peak,) = engines.store_usage.peaks.values()
         stored = round(sum(engines.store_use().edges.values()))
     (predicted,) = plan.prediction.data.store_peak_gib.values()
     samples = prompts * group_size

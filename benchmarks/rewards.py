@@ -27,9 +27,8 @@ from rlflow.nodes.reward import Reward
 from rlflow.recipe.compose import load_cluster
 from rlflow.rewards.callables import RewardTerm
 from rlflow.rewards.pool import ProcessPool
-from rlflow.runtime.objects.budget import Budget, store_limits
 from rlflow.runtime.objects.ray_api import wait_all
-from rlflow.runtime.objects.results import StoreCalls
+from rlflow.runtime.objects.store_usage import StoreUsage
 from rlflow.runtime.ray.cluster.connection import simulated
 from rlflow.system.processes import num_usable_cpus
 
@@ -95,20 +94,17 @@ def on_hosts(count: int) -> float:
     """Return the seconds in which simulated hosts judge equal parts of all samples, once their processes run."""
     with simulated(load_cluster(f"{count}x1@cpu")):
         # This imports Ray, which reads its variables then.
+        from rlflow.runtime.ray.cluster.hosts import host_names
         from rlflow.runtime.ray.cluster.services import RayServices
         from rlflow.runtime.ray.remote_objects import DividedNode, RemoteObjects
         from rlflow.runtime.ray.waits import Waits
         from rlflow.runtime.ray.watchdog import Watchdog
 
         limits = Waits({}, other_s=60.0), Watchdog(RayServices({}))
-        with (
-            StoreCalls(Budget(store_limits())).running() as store_calls,
-            RemoteObjects(store_calls, *limits, simulated=True) as objects,
-        ):
+        names = host_names({})
+        with RemoteObjects(StoreUsage(names), *limits, simulated=True) as objects:
             maker = Samples()
-            parts = [
-                objects.proxy_of(maker, host).submit("make", {"count": _SAMPLES // count}) for host in store_limits()
-            ]
+            parts = [objects.proxy_of(maker, host).submit("make", {"count": _SAMPLES // count}) for host in names]
             batch = Rollouts.concatenate(wait_all(parts))
             judge = DividedNode(Reward(function="benchmarks.rewards:after_a_wait"), objects)
             seconds = []

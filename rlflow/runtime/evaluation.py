@@ -12,7 +12,7 @@ from rlflow.data.source import DataSource
 from rlflow.recipe.evaluation import Evaluation, mean_metric, metric_name, pass_metrics
 from rlflow.runtime.checkpoint import RunProgress
 from rlflow.runtime.graph_runner import GraphRunner
-from rlflow.runtime.objects.budget import edge
+from rlflow.runtime.objects.store_usage import edge
 
 
 class Evaluator(Protocol):

@@ -12,7 +12,7 @@ from rlflow.errors import EngineError, NotFiniteError, UserError, below
 from rlflow.runtime.finite import check_advantages
 from rlflow.runtime.generation.streaming_nodes import StreamingNodes
 from rlflow.runtime.node_state import NodeState
-from rlflow.runtime.objects.budget import edge
+from rlflow.runtime.objects.store_usage import edge
 from rlflow.runtime.protocols import Engines
 
 OnOutput = Callable[[str, Any], None]

@@ -1,7 +1,7 @@
 """The protocols of a run: where its engines live, who observes it, and what it returns."""
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -113,9 +113,6 @@ class Engines(dict[str, Any]):
 
         By default the trained role sends what it has now, which it cannot while it trains.
         """
-
-    def expect_release(self, edges: Collection[str]) -> None:
-        """Let results for these edges wait for room in object stores, since a step that trains will free some."""
 
     def are_apart(self, role: str, other: str) -> bool:
         """Return whether two roles can work at the same time, on different GPUs."""

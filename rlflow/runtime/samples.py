@@ -10,7 +10,7 @@ from rlflow.batch import Advantages, Rewards, RolloutAdvantages, Rollouts
 from rlflow.compiler.graph import Graph
 from rlflow.data.source import DataSource
 from rlflow.nodes.reward import SummedRewards
-from rlflow.runtime.objects.budget import edge
+from rlflow.runtime.objects.store_usage import edge
 from rlflow.runtime.protocols import Choice, Sample
 
 

@@ -10,7 +10,7 @@ from rlflow.nodes.minibatches import schedule_behind
 from rlflow.runtime.finite import check_values
 from rlflow.runtime.graph_runner import naming, note_times
 from rlflow.runtime.measurements import figures_per_gpu
-from rlflow.runtime.objects.budget import edge
+from rlflow.runtime.objects.store_usage import edge
 from rlflow.runtime.training import Training
 
 SKIPPED = "skipped_at/"

@@ -11,8 +11,8 @@ from rlflow.compiler.plan import Plan
 from rlflow.engines.base import TokenLoss
 from rlflow.engines.causal_lm.micro_batches import prompt_numbers
 from rlflow.resources.time.work import training_passes
-from rlflow.runtime.objects.budget import current_node
 from rlflow.runtime.objects.sharding import Cost, cost_of, row_costs
+from rlflow.runtime.objects.store_usage import current_edge
 
 
 class UpdateWork:
@@ -45,7 +45,7 @@ class UpdateWork:
         @wraps(update)
         def call(minibatch: Minibatch, loss: TokenLoss) -> Metrics:
             operations = row_costs(minibatch, prompt_numbers(minibatch), cost).sum()
-            self._least_seconds[current_node()] += seconds * float(operations)
+            self._least_seconds[current_edge()] += seconds * float(operations)
             return update(minibatch, loss)
 
         return call

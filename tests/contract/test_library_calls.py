@@ -16,8 +16,7 @@ import pytest
 
 import rlflow
 from rlflow.resources.memory.phases import LORA_RANKS
-from rlflow.runtime.objects.budget import Budget
-from rlflow.runtime.objects.results import StoreCalls
+from rlflow.runtime.objects.store_usage import StoreUsage
 from rlflow.runtime.ray.cluster.binding import BoundPlan
 from rlflow.runtime.ray.role_workers import RoleWorkers
 from tests.conftest import ROOT
@@ -138,7 +137,7 @@ def test_ray_knows_the_options_of_workers() -> None:
         gpu_ids={bundle: str(bundle.gpu) for bundle in bundles},
         hosts={"host-0": live("host-0", simulated=True)},
     )
-    actors = RoleWorkers(plan, "rollout", plan.recipe.models["policy"], placed, StoreCalls(Budget({})), Mock())
+    actors = RoleWorkers(plan, "rollout", plan.recipe.models["policy"], placed, StoreUsage({}), Mock())
     assert actors._options(plan.roles["rollout"].workers[0]).keys() <= actor_options.keys()
 
 

@@ -21,12 +21,10 @@ from rlflow.data.source import DataSource, load_rows, open_training_data
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.errors import EngineError, PlacementError, RecipeError
 from rlflow.runtime.local import LocalRuntime
-from rlflow.runtime.objects.budget import Budget, StoreLimit, store_limits
 from rlflow.runtime.objects.object_process import ObjectProcess
-from rlflow.runtime.objects.results import StoreCalls
 from rlflow.runtime.objects.slices import SharedBatch
+from rlflow.runtime.ray.cluster.hosts import host_names
 from rlflow.runtime.ray.engine_set import RayEngines
-from rlflow.runtime.ray.process import as_future
 from rlflow.runtime.ray.runtime import RayRuntime
 from rlflow.runtime.run import run
 from rlflow.runtime.step import train_step
@@ -122,21 +120,10 @@ class TestSteps:
 
     def test_nothing_is_left_in_the_stores_after_a_step(self, started: Started) -> None:
         metrics = train_step(started.training, 2)
-        assert set(started.engines.store_calls.budget.used.values()) == {0}
+        assert set(started.engines.store_usage.used.values()) == {0}
         # The ids and logprobs of the rollouts are four bytes a token each, and their texts are there too.
         assert metrics["store/rollouts_bytes"] > 8 * metrics["rollouts/length_mean"] * PROMPTS * GROUP_SIZE
         assert metrics["store/reference_bytes"] == 4 * metrics["tokens"]
-
-    def test_a_store_that_is_full(self, started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
-        budget = started.engines.store_calls.budget
-        with monkeypatch.context() as patched:
-            small = {host: StoreLimit(limit.name, 10_000) for host, limit in budget.limits.items()}
-            patched.setattr(budget, "limits", small)
-            with pytest.raises(
-                EngineError, match=r"step 5: object store of host-\d: rollouts needs .* MiB of the 0\.0"
-            ):
-                train_step(started.training, 4)
-        assert train_step(started.training, 4)["tokens"] > 0, "it goes on when there is room again"
 
     def test_a_block_that_is_lost(self, started: Started) -> None:
         prompts = started.data.prompts(0)
@@ -170,7 +157,7 @@ def test_rounds_are_the_same_as_in_one_process(tmp_path: Path, monkeypatch: pyte
         patched.setattr("rlflow.runtime.objects.store.fetch", read.append)
         training = Training.of(plan, engines, engines.place_with_tokens(data))
         found = [train_step(training, step) for step in steps]
-        assert set(engines.store_calls.budget.used.values()) == {0}
+        assert set(engines.store_usage.used.values()) == {0}
     assert read == []
     assert max(step["sampling/rounds"] for step in expected) > 1
     for ours, theirs in zip(found, expected, strict=True):
@@ -192,25 +179,22 @@ class Columns:
 
 def test_between_hosts_goes_what_is_read_there() -> None:
     """Three readers on another host have a quarter of a batch of 16 MiB each, and two of them the same one."""
-    nodes = sorted(store_limits().items(), key=lambda item: item[1].name)
+    nodes = [host for host, _ in sorted(host_names({}).items(), key=lambda item: item[1])]
     actors = []
-    for host, _ in (nodes[0], nodes[1], nodes[1], nodes[1]):
+    for host in (nodes[0], nodes[1], nodes[1], nodes[1]):
         where = NodeAffinitySchedulingStrategy(host, soft=False)
         actors.append(ray.remote(ObjectProcess).options(num_cpus=0, scheduling_strategy=where).remote())
     ray.get([actor.load_object.remote(ray.cloudpickle.dumps(Columns())) for actor in actors])
 
-    def remote(number: int) -> Any:
-        return lambda method, *arguments: as_future(getattr(actors[number], method).remote(*arguments), "a worker")
-
-    with StoreCalls(Budget(store_limits())).running() as store_calls:
-        whole = SharedBatch(store_calls.call(remote(0), "make").result())
-        parts = [np.arange(0, 4096, 4), np.arange(1, 4096, 4), np.arange(1, 4096, 4)]
-        before = created(nodes[1][0])
-        sums = [store_calls.call(remote(reader + 1), "read", whole.slice(rows)) for reader, rows in enumerate(parts)]
-        for rows, told_sum in zip(parts, sums, strict=True):
-            assert told_sum.result() == pytest.approx(float((rows * 1024).sum()))
-        read = 2 * 1024 * 4096
-        assert created(nodes[1][0]) - before <= 1.1 * read
+    whole = SharedBatch(ray.get(actors[0].call_and_put.remote(True, "make")))
+    parts = [np.arange(0, 4096, 4), np.arange(1, 4096, 4), np.arange(1, 4096, 4)]
+    before = created(nodes[1])
+    messages = [whole.slice(rows).to_message() for rows in parts]
+    sums = [actor.call_and_put.remote(True, "read", each) for actor, each in zip(actors[1:], messages, strict=True)]
+    for rows, told_sum in zip(parts, ray.get(sums), strict=True):
+        assert told_sum == pytest.approx(float((rows * 1024).sum()))
+    read = 2 * 1024 * 4096
+    assert created(nodes[1]) - before <= 1.1 * read
 
 
 def created(host: str) -> int:
@@ -221,10 +205,10 @@ def created(host: str) -> int:
 
 
 def test_a_plan_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("rlflow.runtime.objects.budget._SHARE", 1e-7)
+    monkeypatch.setattr("rlflow.runtime.ray.cluster.binding._BATCH_SHARE", 1e-7)
     plan, entered = plan_of(), False
     with (
-        pytest.raises(PlacementError, match=r"graph\.rollouts\.max_tokens: a response of 4 tokens"),
+        pytest.raises(PlacementError, match=r"data\.batch_size: a step needs 0\.0 MiB"),
         RayRuntime().start(plan, models_in_use(plan.recipe), tmp_path),
     ):
         entered = True

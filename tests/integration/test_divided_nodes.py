@@ -20,12 +20,11 @@ from rlflow.errors import EngineError, RecipeError
 from rlflow.nodes.base import Node
 from rlflow.nodes.reward import Reward
 from rlflow.rewards.callables import RewardTerm
-from rlflow.runtime.objects.budget import Budget, store_limits
 from rlflow.runtime.objects.object_process import ObjectProcess
 from rlflow.runtime.objects.ray_api import this_host
-from rlflow.runtime.objects.results import StoreCalls
+from rlflow.runtime.objects.store_usage import StoreUsage
+from rlflow.runtime.ray.cluster.hosts import host_names
 from rlflow.runtime.ray.cluster.services import RayServices
-from rlflow.runtime.ray.process import as_future
 from rlflow.runtime.ray.remote_objects import DividedNode, RemoteObjects
 from rlflow.runtime.ray.waits import Waits
 from rlflow.runtime.ray.watchdog import Watchdog
@@ -73,7 +72,8 @@ class Made:
 
 @contextmanager
 def made_on_two_hosts() -> Iterator[Made]:
-    first, second = sorted(store_limits(), key=lambda host: host != this_host())
+    names = host_names({})
+    first, second = sorted(names, key=lambda host: host != this_host())
     prompts = [list(range(start, COUNT, 2)) for start in (0, 1)]
     actors = []
     for host in (first, second):
@@ -81,15 +81,9 @@ def made_on_two_hosts() -> Iterator[Made]:
         actors.append(ray.remote(ObjectProcess).options(num_cpus=0, scheduling_strategy=where).remote())
     ray.get([actor.load_object.remote(ray.cloudpickle.dumps(Samples())) for actor in actors])
 
-    def remote(number: int) -> Any:
-        return lambda method, *arguments: as_future(getattr(actors[number], method).remote(*arguments), "a worker")
-
     limits = Waits({}, other_s=60.0), Watchdog(RayServices({}))
-    with (
-        StoreCalls(Budget(store_limits())).running() as store_calls,
-        RemoteObjects(store_calls, *limits, simulated=True) as objects,
-    ):
-        parts = [store_calls.call(remote(number), "make", prompts[number]).result() for number in range(2)]
+    with RemoteObjects(StoreUsage(names), *limits, simulated=True) as objects:
+        parts = ray.get([actors[number].call_and_put.remote(True, "make", prompts[number]) for number in range(2)])
         together = Rollouts.concatenate(parts)
         batch = together.take(np.argsort(together.keys[:, 1]))
         yield Made(batch, (prompts[0], prompts[1]), (first, second), objects)
@@ -160,7 +154,7 @@ class Fragile(Node, kind="fragile_on_one_host", unit="sample"):
 
 def test_a_host_on_which_a_node_cannot_run_is_named_before_the_first_step() -> None:
     with made_on_two_hosts() as made:
-        name = store_limits()[made.hosts[1]].name
+        name = host_names({})[made.hosts[1]]
         with pytest.raises(EngineError, match=rf"^{name}: no user namespaces"):
             made.objects.check_hosts(Fragile(), set(made.hosts))
 

@@ -122,7 +122,7 @@ def test_rewards_of_parts_are_those_of_the_whole(started: Started, monkeypatch: 
     assert sum(parts) <= len(made[0][2])
     assert len(parts) > 4
     gc.collect()
-    assert set(started.engines.store_calls.budget.used.values()) == {0}
+    assert set(started.engines.store_usage.used.values()) == {0}
 
 
 @pytest.mark.parametrize(

@@ -96,13 +96,10 @@ class AheadGeneration(ABC):
         self._complete(step)
         with self._changed:
             found, judged = self._steps.pop(step), self._judged.pop(step, None)
-        # Later steps wait for the room that this one frees. Its own judges cannot.
-        self._engines.expect_release([node.name for node in self._nodes.generators])
         start = time.perf_counter()
         try:
             if judged is not None:
                 judged.result()
-            self._engines.expect_release([node.name for node in self.nodes])
         finally:
             self._note_judged(time.perf_counter() - start)
             edges |= {**self._nodes.later_inputs(step), **found.outputs}

@@ -18,7 +18,7 @@ from rlflow.nodes.generate import Generate
 from rlflow.runtime.generation.dispatcher import LaterSteps
 from rlflow.runtime.generation.resampling import RunGraph
 from rlflow.runtime.generation.saved_rollouts import load_rollouts, save_rollouts
-from rlflow.runtime.objects.budget import edge
+from rlflow.runtime.objects.store_usage import edge
 from rlflow.runtime.protocols import Engines
 
 

@@ -37,7 +37,6 @@ class AheadOnOwnGpus(AheadGeneration):
             self._engines.on_lost_weights(str(node.role), self._resync)
 
     def sync(self, version: int) -> float:
-        self._engines.expect_release(())
         with self._changed:
             self._is_training = False
             self._admission.step_trained(version)

@@ -34,7 +34,6 @@ class AheadOnSharedGpus(AheadGeneration):
         yield
 
     def _complete(self, step: int) -> None:
-        self._engines.expect_release(())
         if not self._admission.is_complete(step):
             self._interrupt = Future()
             self._generate(self._admission.admitted())

@@ -11,7 +11,7 @@ import numpy as np
 from rlflow.batch import Sequences
 from rlflow.compiler.graph import Graph, GraphNode
 from rlflow.data.source import DataSource
-from rlflow.runtime.objects.budget import edge
+from rlflow.runtime.objects.store_usage import edge
 
 _STATE = "place.json"
 # The smallest round as a share of a batch. Few prompts take nearly as long as many, and more of them make another round

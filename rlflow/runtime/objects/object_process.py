@@ -1,4 +1,4 @@
-"""A worker process around one object: calls of its methods, whose results it holds, and signs of life."""
+"""A worker process around one object: calls of its methods, whose results it puts into the store, and signs of life."""
 
 import ctypes
 import os
@@ -6,7 +6,8 @@ import pickle
 from dataclasses import dataclass
 from typing import Any
 
-from rlflow.runtime.objects.results import CallResult, HeldResults
+from rlflow.batch import Batch
+from rlflow.runtime.objects.results import put_batch
 from rlflow.runtime.objects.slices import open_message
 
 # Parameters of mallopt, by their numbers in malloc.h, and bytes: blocks of up to 32 MiB come from the heap, and up to
@@ -24,10 +25,9 @@ class Pulse:
 
 
 class ObjectProcess:
-    """A worker process around one object, whose results it holds and puts. Its methods may be called concurrently."""
+    """A worker process around one object. Its methods may be called concurrently."""
 
     def __init__(self) -> None:
-        self.held = HeldResults()
         self._object: Any = None
 
     def pulse(self) -> Pulse:
@@ -55,23 +55,14 @@ class ObjectProcess:
         """Call a method of the object."""
         return getattr(self._object, method)(*arguments, **named)
 
-    def hold_result(self, ticket: int | None, method: str, /, *arguments: Any, **named: Any) -> CallResult:
-        """Call a method of the object, and hold the columns of its result until ``put_results`` with the same ticket.
+    def call_and_put(self, is_wanted: bool, method: str, /, *arguments: Any, **named: Any) -> Any:
+        """Call a method of the object, and put the columns of a batch that it returns into the store of this host.
 
-        Without a ticket the result is dropped. A SliceMessage arrives at the method as a batch of its rows. Any number
-        of results may be held under one ticket. Raises what the method raises, and EngineError for uneven columns.
+        A result that is not wanted is dropped. A SliceMessage arrives at the method as a batch of its rows. Raises what
+        the method raises, and EngineError for uneven columns.
         """
         opened = {name: open_message(argument) for name, argument in named.items()}
         result = self.call(method, *map(open_message, arguments), **opened)
-        return self.held.add(ticket, result)
-
-    def put_results(self, ticket: int) -> Any:
-        """Put all results of a ticket into this host's store, joined to one batch. The caller has reserved the bytes.
-
-        Each field becomes one object of the store, however many calls its rows come from.
-        """
-        return self.held.put(ticket)
-
-    def drop_results(self, ticket: int) -> None:
-        """Drop the results of a ticket."""
-        self.held.drop(ticket)
+        if not is_wanted:
+            return None
+        return put_batch(result) if isinstance(result, Batch) else result

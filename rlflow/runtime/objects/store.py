@@ -6,7 +6,6 @@ Shapes: T values of all rows together.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from functools import cached_property
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -14,13 +13,13 @@ from weakref import WeakValueDictionary
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from rlflow.batch import Batch, Packed, Records, Rollouts, Sequences
+from rlflow.batch import Batch, Packed, Sequences
 from rlflow.batch.packed import Array, CompressedArray, Rows, are_finite, compress, decompress, offsets_of
 from rlflow.errors import EngineError, first_line
 from rlflow.runtime.objects.ray_api import import_ray, this_host
 
 # The blocks that this process knows, by reference. Columns that arrive in different messages share what they fetch, and
-# the budget counts each block once.
+# each block is counted once.
 _BLOCKS: "WeakValueDictionary[Any, Block]" = WeakValueDictionary()
 
 
@@ -37,8 +36,8 @@ class Block:
         self.count = count
         self.dtype = np.dtype(dtype)
         self.is_finite = is_finite
-        self.is_budgeted = False
-        """The budget gets the block's bytes back when the block goes."""
+        self.is_counted = False
+        """``StoreUsage`` counts the block's bytes until the block goes."""
 
     @property
     def nbytes(self) -> int:
@@ -231,26 +230,3 @@ def host_of(sequences: Sequences) -> str | None:
     """Return the host of the first response, by the id of its Ray node; None for responses in this process."""
     column = sequences.response_ids
     return column.blocks[column.spans.block[0]].host if isinstance(column, StoredColumn) and len(column) else None
-
-
-def check_even(batch: Batch) -> None:
-    """Raise EngineError when fields differ in rows, or the columns of response tokens in the lengths of their rows."""
-    name, count = type(batch).__name__, len(batch)
-    for field in fields(batch):  # type: ignore[arg-type]
-        value = getattr(batch, field.name)
-        if isinstance(value, np.ndarray | Packed | Records | tuple | list) and len(value) != count:
-            raise EngineError(f"{name}.{field.name}: expected {count} rows, got {len(value)}.")
-        if isinstance(value, Packed) and value.lengths.min(initial=0) < 0:
-            raise EngineError(f"{name}.{field.name}: a row has {value.lengths.min()} values.")
-    if isinstance(batch, Rollouts):
-        for column in ("logprobs", "versions"):
-            check_lengths(f"{name}.{column}", getattr(batch, column), batch.response_ids.lengths)
-
-
-def check_lengths(name: str, column: Packed, lengths: NDArray[np.int64]) -> None:
-    """Raise EngineError for a column whose rows do not have the given lengths."""
-    if len(column) != len(lengths):
-        raise EngineError(f"{name}: expected {len(lengths)} rows, got {len(column)}.")
-    if not np.array_equal(column.lengths, lengths):
-        row = int(np.flatnonzero(column.lengths != lengths)[0])
-        raise EngineError(f"{name}: row {row} has {lengths[row]} tokens and {column.lengths[row]} values.")

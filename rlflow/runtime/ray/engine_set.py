@@ -16,12 +16,12 @@ from rlflow.engines.times import Span
 from rlflow.nodes.generate import Generate
 from rlflow.recipe import Model
 from rlflow.runtime.generation.engine_group import slow_engines, summarize_activity
-from rlflow.runtime.objects.budget import Budget, check_limits, store_limits
 from rlflow.runtime.objects.ray_api import wait_all
-from rlflow.runtime.objects.results import StoreCalls
 from rlflow.runtime.objects.sharding import cost_of
+from rlflow.runtime.objects.store_usage import StoreUsage
 from rlflow.runtime.protocols import Engines, Lost, StoreUse, Subscriber, T
 from rlflow.runtime.ray.cluster.binding import BoundPlan
+from rlflow.runtime.ray.cluster.hosts import host_names
 from rlflow.runtime.ray.cluster.services import RayServices
 from rlflow.runtime.ray.engine_specs import is_on_gpu
 from rlflow.runtime.ray.gpu_turns import GpuTurns, gpu_neighbors, replaced_roles, sleeping_roles
@@ -37,22 +37,19 @@ from rlflow.system.text_files import append_lines
 @contextmanager
 def start_engines(plan: Plan, models: Mapping[str, Model], bound: BoundPlan, directory: Path) -> Iterator["RayEngines"]:
     """Start all engines of a plan at once, and stop them on exit. Raises EngineError and UserErrors."""
-    limits = store_limits()
-    check_limits(plan, {name: limits[host.node_id] for name, host in bound.hosts.items()})
-    store_calls = StoreCalls(Budget(limits))
+    store_usage = StoreUsage(host_names(bound.hosts))
     services = RayServices(bound.hosts)
     watchdog = Watchdog(services)
-    objects = RemoteObjects(store_calls, Waits.from_plan(plan), watchdog, simulated=bound.simulated)
+    objects = RemoteObjects(store_usage, Waits.from_plan(plan), watchdog, simulated=bound.simulated)
     journal = journal_folder(directory.absolute())
     workers = {
-        name: RoleWorkers(plan, name, models[role.model], bound, store_calls, watchdog, journal)
+        name: RoleWorkers(plan, name, models[role.model], bound, store_usage, watchdog, journal)
         for name, role in plan.recipe.roles.items()
     }
-    engines = RayEngines(plan, directory, workers, objects, store_calls, services, watchdog)
+    engines = RayEngines(plan, directory, workers, objects, store_usage, services, watchdog)
     hosts = _hosts_with_samples(plan, bound)
     divided = [node.operation for node in plan.graph.nodes if node.runs_on_every_host]
     with ThreadPoolExecutor(len(divided) or 1) as pool, ExitStack() as running:
-        running.enter_context(store_calls.running())
         running.enter_context(watchdog.running())
         running.enter_context(objects)
         for role_workers in workers.values():
@@ -79,13 +76,13 @@ class RayEngines(Engines):
         directory: Path,
         workers: Mapping[str, RoleWorkers],
         remote_objects: RemoteObjects,
-        store_calls: StoreCalls,
+        store_usage: StoreUsage,
         services: RayServices,
         watchdog: Watchdog,
     ) -> None:
         """Stand for the ``workers`` of each role, which ``start`` starts."""
         self._plan, self._directory, self._workers = plan, directory, workers
-        self._remote_objects, self.store_calls = remote_objects, store_calls
+        self._remote_objects, self.store_usage = remote_objects, store_usage
         self._services, self._watchdog = services, watchdog
         self._turns = GpuTurns(workers, gpu_neighbors(plan), sleeping_roles(plan), replaced_roles(plan))
         for role, role_workers in workers.items():
@@ -139,7 +136,7 @@ class RayEngines(Engines):
             metrics |= {f"{role}/{name}": value for name, value in role_metrics.items()}
             self._note_slow(role, slow_engines(activity))
         # Edges with a slash are those of an evaluation before the step.
-        stored = {edge: size for edge, size in self.store_calls.budget.drain_edge_bytes().items() if "/" not in edge}
+        stored = {edge: size for edge, size in self.store_usage.take_edge_bytes().items() if "/" not in edge}
         self._stored.update(stored)
         self._num_steps += 1
         if is_on_gpu(self._plan) and (shares := self._ask_workers("take_memory_share")):
@@ -206,7 +203,7 @@ class RayEngines(Engines):
     def store_use(self) -> StoreUse:
         return StoreUse(
             edges={edge: size / self._num_steps for edge, size in self._stored.items()},
-            peaks=self.store_calls.budget.peaks,
+            peaks=self.store_usage.peaks,
         )
 
     def stream_to(self, subscriber: Subscriber, role: str) -> AbstractContextManager[None]:
@@ -215,9 +212,6 @@ class RayEngines(Engines):
 
     def on_lost_weights(self, role: str, resync: Callable[[], None]) -> None:
         self[role].resync = resync
-
-    def expect_release(self, edges: Collection[str]) -> None:
-        self.store_calls.budget.expect_release(edges)
 
     def are_apart(self, role: str, other: str) -> bool:
         return set(self._plan.roles[role].bundles).isdisjoint(self._plan.roles[other].bundles)

@@ -12,6 +12,8 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from rlflow.errors import EngineError, UserError, first_line
 from rlflow.runtime.objects.object_process import ObjectProcess, Pulse
+from rlflow.runtime.objects.slices import BatchSlice
+from rlflow.runtime.objects.store_usage import StoreUsage, current_edge
 from rlflow.runtime.ray.waits import Wait
 from rlflow.runtime.ray.watchdog import Watchdog
 
@@ -32,17 +34,19 @@ class RemoteProcess:
         host: str,
         is_here: bool,
         watchdog: Watchdog,
+        store_usage: StoreUsage,
     ) -> None:
         """Start the process with Ray's ``options``, without waiting for it.
 
-        ``host`` is the id of its Ray node; ``is_here`` says that it is on the machine of this process.
+        ``host`` is the id of its Ray node; ``is_here`` says that it is on the machine of this process. ``store_usage``
+        counts what the process puts into its host's object store.
         """
         watchdog.check()
         self.name, self.host = name, host
         self.pid: int | None = None
         self.end_error: EngineError | None = None
         """Why the process was ended, if it was."""
-        self._is_here, self._watchdog = is_here, watchdog
+        self._is_here, self._watchdog, self._store_usage = is_here, watchdog, store_usage
         self._calls: set[Future[Any]] = set()
         self.actor: Any = ray.remote(concurrency_groups={_STATUS_GROUP: 1})(kind).options(**options).remote()
         self.ask()
@@ -51,9 +55,16 @@ class RemoteProcess:
         """Call a method of the process, within the limits of ``wait``."""
         return self.watched(getattr(self.actor, method).remote(*arguments, **named), wait)
 
-    def watched(self, reference: Any, wait: Wait) -> "Future[Any]":
+    def call_and_put(self, wait: Wait, is_wanted: bool, method: str, /, *arguments: Any, **named: Any) -> "Future[Any]":
+        """Call a method of the process's object; the columns of a wanted result stay in the store of its host."""
+        edge = current_edge()
+        sent = [argument.to_message() if isinstance(argument, BatchSlice) else argument for argument in arguments]
+        reference = self.actor.call_and_put.remote(is_wanted, method, *sent, **named)
+        return self.watched(reference, wait, lambda result: self._store_usage.add(result, edge))
+
+    def watched(self, reference: Any, wait: Wait, on_result: Callable[[Any], None] | None = None) -> "Future[Any]":
         """Return a future for one of Ray's references to the result of a call, within the limits of ``wait``."""
-        call = as_future(reference, self.name, lambda: self.end_error)
+        call = as_future(reference, self.name, lambda: self.end_error, on_result)
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
         self._watchdog.watch(self, call, wait)
@@ -99,10 +110,15 @@ def are_dead(processes: Sequence[RemoteProcess]) -> list[bool]:
     return [is_dead or process.end_error is not None for process, is_dead in zip(processes, died, strict=True)]
 
 
-def as_future(reference: Any, name: str, end_error: Callable[[], EngineError | None] = lambda: None) -> "Future[Any]":
+def as_future(
+    reference: Any,
+    name: str,
+    end_error: Callable[[], EngineError | None] = lambda: None,
+    on_result: Callable[[Any], None] | None = None,
+) -> "Future[Any]":
     """Return a future for one of Ray's references, whose failures are EngineErrors about the process ``name``.
 
-    ``end_error`` returns why the process was ended, if it was.
+    ``end_error`` returns why the process was ended, if it was. ``on_result`` gets the result before anyone else.
     """
     future: Future[Any] = Future()
 
@@ -110,6 +126,8 @@ def as_future(reference: Any, name: str, end_error: Callable[[], EngineError | N
         error = answer.exception()
         with suppress(InvalidStateError):  # the process was ended, and its calls have failed with the reason
             if error is None:
+                if on_result is not None:
+                    on_result(answer.result())
                 future.set_result(answer.result())
             else:
                 future.set_exception(_as_engine_error(error, name, end_error()))

@@ -11,11 +11,10 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlflow.errors import EngineError, UserError
-from rlflow.runtime.objects.budget import current_node
 from rlflow.runtime.objects.host_shares import divide_by_host, join_outputs
 from rlflow.runtime.objects.object_process import ObjectProcess
 from rlflow.runtime.objects.ray_api import this_host, wait_all
-from rlflow.runtime.objects.results import StoreCalls
+from rlflow.runtime.objects.store_usage import StoreUsage, current_edge
 from rlflow.runtime.ray.process import RemoteProcess, are_dead
 from rlflow.runtime.ray.waits import Waits
 from rlflow.runtime.ray.watchdog import Watchdog
@@ -24,9 +23,9 @@ from rlflow.runtime.ray.watchdog import Watchdog
 class RemoteObjects:
     """Objects in processes of their own, whose results go into the object store of their host."""
 
-    def __init__(self, store_calls: StoreCalls, waits: Waits, watchdog: Watchdog, simulated: bool) -> None:
+    def __init__(self, store_usage: StoreUsage, waits: Waits, watchdog: Watchdog, simulated: bool) -> None:
         """Take the limits of calls and the watchdog; ``simulated`` hosts are all on this machine."""
-        self._store_calls, self._waits, self._watchdog = store_calls, waits, watchdog
+        self._store_usage, self._waits, self._watchdog = store_usage, waits, watchdog
         self._simulated = simulated
         self._proxies: dict[tuple[int, str], tuple[Any, _RemoteObject]] = {}
         # Parts of a generation are processed in several threads.
@@ -42,7 +41,7 @@ class RemoteObjects:
             if (id(local), host) not in self._proxies:
                 name = f"{type(local).__name__} on {self._host_name(host)}"
                 process = self._start(name, host)
-                self._proxies[id(local), host] = local, _RemoteObject(local, process, self._store_calls, self._waits)
+                self._proxies[id(local), host] = local, _RemoteObject(local, process, self._waits)
             return self._proxies[id(local), host][1]
 
     def check_hosts(self, node: Any, hosts: Collection[str]) -> None:
@@ -64,11 +63,11 @@ class RemoteObjects:
     def _start(self, name: str, host: str) -> RemoteProcess:
         affinity = NodeAffinitySchedulingStrategy(host, soft=False)
         options = {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": affinity}
-        is_here = self._simulated or host == this_host()
-        return RemoteProcess(ObjectProcess, options, f"the process of {name}", host, is_here, self._watchdog)
+        is_here, name = self._simulated or host == this_host(), f"the process of {name}"
+        return RemoteProcess(ObjectProcess, options, name, host, is_here, self._watchdog, self._store_usage)
 
     def _host_name(self, host: str) -> str:
-        return self._store_calls.budget.limits[host].name
+        return self._store_usage.host_names[host]
 
     def dead_processes(self) -> list[str]:
         """Return the names of the processes that have died or were ended."""
@@ -111,10 +110,10 @@ class DividedNode:
 class _RemoteObject:
     """A proxy of an object in another process."""
 
-    def __init__(self, local: Any, process: RemoteProcess, store_calls: StoreCalls, waits: Waits) -> None:
+    def __init__(self, local: Any, process: RemoteProcess, waits: Waits) -> None:
         """Load the object in the process, without waiting for it."""
         self.process = process
-        self._store_calls, self._waits = store_calls, waits
+        self._waits = waits
         pickled = ray.cloudpickle.dumps(local)
         loading = waits.of("load_object")
         self._loading = [process.call(loading, "reuse_memory"), process.call(loading, "load_object", pickled)]
@@ -125,8 +124,8 @@ class _RemoteObject:
     def submit(self, method: str, named: Mapping[str, Any], *arguments: Any) -> "Future[Any]":
         """Call a method of the object, and return its future."""
         wait_all(self._loading)
-        wait = self._waits.of(method, current_node(), (*arguments, *named.values()))
-        return self._store_calls.call(partial(self.process.call, wait), method, *arguments, named=named)
+        wait = self._waits.of(method, current_edge(), (*arguments, *named.values()))
+        return self.process.call_and_put(wait, True, method, *arguments, **named)
 
     def _call(self, method: str, *arguments: Any, **named: Any) -> Any:
         return wait_all([self.submit(method, named, *arguments)])[0]

@@ -29,9 +29,9 @@ from rlflow.resources.layout import Layout
 from rlflow.runtime.generation.dispatcher import LaterSteps
 from rlflow.runtime.generation.engine_group import EngineGroup, Line
 from rlflow.runtime.objects.ray_api import wait_all
+from rlflow.runtime.objects.results import check_lengths
 from rlflow.runtime.objects.sharding import TOKENS, Cost, Index, divide_rows
 from rlflow.runtime.objects.slices import SharedBatch
-from rlflow.runtime.objects.store import check_lengths
 from rlflow.runtime.protocols import Workers
 from rlflow.runtime.ray.gpu_turns import GpuTurns
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,8 @@ from rlflow.engines.registry import engine_kind
 from rlflow.errors import EngineError
 from rlflow.recipe import Model
 from rlflow.resources.layout import Worker
-from rlflow.runtime.objects.budget import current_node
 from rlflow.runtime.objects.ray_api import this_host, wait_all
-from rlflow.runtime.objects.results import RemoteCall, StoreCalls
+from rlflow.runtime.objects.store_usage import StoreUsage, current_edge
 from rlflow.runtime.protocols import Workers
 from rlflow.runtime.ray.cluster.binding import BoundPlan
 from rlflow.runtime.ray.cluster.machine import PCI_ORDER
@@ -46,13 +44,13 @@ class RoleWorkers:
         role: str,
         model: Model,
         bound: BoundPlan,
-        store_calls: StoreCalls,
+        store_usage: StoreUsage,
         watchdog: Watchdog,
         journal: Path | None = None,
     ) -> None:
         """Prepare the workers; ``start`` starts them. ``journal`` is the folder for finished responses."""
         self._plan, self._role, self._model, self._bound, self._journal = plan, role, model, bound, journal
-        self._store_calls = store_calls
+        self._store_usage = store_usage
         self._engine = plan.recipe.roles[role].engine
         self._workers = plan.roles[role].workers
         self._watchdog, self._waits = watchdog, Waits.from_plan(plan)
@@ -126,11 +124,12 @@ class RoleWorkers:
 
     def submit(self, rank: int, method: str, *arguments: Any, wanted: bool = True) -> "Future[Any]":
         """Call a method of the engine; the result goes through the object store."""
-        return self._store_calls.call(self._remote(rank, method, arguments), method, *arguments, wanted=wanted)
+        wait = self._waits.of(method, current_edge(), arguments, concurrent=self.concurrent)
+        return self._processes[rank].call_and_put(wait, wanted, method, *arguments)
 
     def call(self, rank: int, method: str, *arguments: Any) -> "Future[Any]":
         """Call a method of the worker itself."""
-        return self._processes[rank].call(self._waits.of(method, current_node(), arguments), method, *arguments)
+        return self._processes[rank].call(self._waits.of(method, current_edge(), arguments), method, *arguments)
 
     def call_all(self, method: str, *arguments: Any) -> "list[Future[Any]]":
         return [self.call(rank, method, *arguments) for rank in range(len(self))]
@@ -150,17 +149,11 @@ class RoleWorkers:
         """Return the methods that a rank's engine is in, whatever else the worker does."""
         return self._processes[rank].status("calls_in_progress")
 
-    def _remote(self, rank: int, method: str, arguments: Sequence[Any]) -> RemoteCall:
-        """Return a function that calls any method of the worker, for the result of a method of its engine."""
-        # Some of it is called later, by other threads.
-        wait = self._waits.of(method, current_node(), arguments, concurrent=self.concurrent)
-        return partial(self._processes[rank].call, wait)
-
     def _new_process(self, rank: int) -> RemoteProcess:
         host = self._bound.hosts[self._workers[rank].bundles[0].host]
         is_here = self._bound.simulated or host.node_id == this_host()
-        options = self._options(self._workers[rank])
-        return RemoteProcess(EngineWorker, options, self.name(rank), host.node_id, is_here, self._watchdog)
+        options, name = self._options(self._workers[rank]), self.name(rank)
+        return RemoteProcess(EngineWorker, options, name, host.node_id, is_here, self._watchdog, self._store_usage)
 
     def _renew_processes(self, ranks: Sequence[int]) -> None:
         """Replace processes by new ones without engines."""

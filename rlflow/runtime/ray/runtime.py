@@ -23,6 +23,7 @@ from rlflow.runtime.ray.cluster.binding import (
     check_bound,
     check_free,
     check_kinds,
+    check_stores,
     match_hosts,
     placement_record,
     spare_bundles,
@@ -82,6 +83,7 @@ def bound(plan: Plan) -> Iterator[BoundPlan]:
 
     wanted = wanted_bundles(plan)
     hosts = _hosts_with_room(plan, wanted)
+    check_stores(plan, hosts)
     reserved = (*wanted, *spare_bundles(plan.cluster.hosts, wanted, hosts))
     group = placement_group(
         [{"GPU": 1}] * len(reserved),

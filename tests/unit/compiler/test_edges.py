@@ -57,12 +57,11 @@ def test_as_many_bytes_as_an_engine_puts_into_the_store(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(store, "fetch", held.__getitem__)
     monkeypatch.setattr(results, "put_array", put)
-    monkeypatch.setattr(results, "this_host", lambda: "host")
 
     def stored(of: Any) -> tuple[Any, int]:
-        held_results = results.HeldResults()
-        size = held_results.add(0, of).nbytes
-        return held_results.put(0), size
+        before = sum(values.nbytes for values in held.values())
+        batch = results.put_batch(of)
+        return batch, sum(values.nbytes for values in held.values()) - before
 
     sampling = Sampling(max_tokens=16, group_size=8)
     rows = tuple({"prompt": text, "answer": "115"} for text in ("1+2=", "45+70=", "125+300=") * 4)

@@ -9,7 +9,7 @@ from rlflow.batch import Metrics, Minibatch
 from rlflow.compiler.plan import Plan
 from rlflow.engines.base import TokenLoss
 from rlflow.nodes.policy_loss import LikelihoodLoss
-from rlflow.runtime.objects.budget import edge
+from rlflow.runtime.objects.store_usage import edge
 from rlflow.runtime.utilization import UpdateWork
 from tests.helpers import load, minibatch, sequences
 

@@ -3,14 +3,18 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
 from rlflow.compiler.plan import Plan
 from rlflow.errors import PlacementError
 from rlflow.resources.cluster import Cluster, Host
-from rlflow.resources.layout import Bundle
+from rlflow.resources.layout import GIB, Bundle
 
 _CLUSTER = "cluster"
+# The part of a host's store that the batches made there may take. The rest is for rows that its workers fetch from
+# other hosts, for objects that Ray frees a second late, and for weights on their way.
+_BATCH_SHARE = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +28,8 @@ class LiveHost:
     address: str
     port: int
     """The port on which Ray listens."""
+    store_bytes: int
+    """The size of its object store."""
     gpus: int
     free_gpus: int
     alive: bool
@@ -205,6 +211,20 @@ def check_kinds(cluster: Cluster, hosts: Mapping[str, LiveHost], bound: Mapping[
                 f" '{hosts[bundle.host].name}' is {got.device_name}",
                 fix="plan for Ray's GPUs (cluster=auto, or their kind as in cluster=2x8@h200)",
             )
+
+
+def check_stores(plan: Plan, hosts: Mapping[str, LiveHost]) -> None:
+    """Raise PlacementError for a host whose object store is too small for the predicted peak of a step."""
+    for name, gib in plan.prediction.data.store_peak_gib.items():
+        if name not in hosts or gib * GIB <= (limit := _BATCH_SHARE * hosts[name].store_bytes):
+            continue
+        larger = f"start Ray there with --object-store-memory={ceil(gib * GIB / _BATCH_SHARE)} or more, or "
+        raise PlacementError(
+            "data.batch_size",
+            f"a step needs {gib * GIB / 2**20:.1f} MiB of the object store of '{hosts[name].name}' at once, and batches"
+            f" may take {limit / 2**20:.1f} MiB, half of it",
+            fix=f"{'' if hosts[name].simulated else larger}smaller batch_size, group_size or max_tokens",
+        )
 
 
 def placement_record(plan: Plan, bound: BoundPlan) -> dict[str, Any]:

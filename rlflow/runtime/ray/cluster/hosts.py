@@ -24,6 +24,7 @@ def live_hosts() -> list[LiveHost]:
             hostname=node["NodeManagerHostname"],
             address=node["NodeManagerAddress"],
             port=node["NodeManagerPort"],
+            store_bytes=int(node["Resources"].get("object_store_memory", 0)),
             gpus=int(node["Resources"].get("GPU", 0)),
             free_gpus=int(free.get(node["NodeID"], {}).get("GPU", 0)),
             alive=node["Alive"],
@@ -31,6 +32,12 @@ def live_hosts() -> list[LiveHost]:
         )
         for node in ray.nodes()
     ]
+
+
+def host_names(hosts: Mapping[str, LiveHost]) -> dict[str, str]:
+    """Return the plan's name of each of its ``hosts``, and Ray's name of any other, by the ids of their Ray nodes."""
+    names = {node["NodeID"]: node["NodeName"] for node in import_ray().nodes()}
+    return names | {host.node_id: name for name, host in hosts.items()}
 
 
 def lost_hosts(hosts: Mapping[str, LiveHost]) -> list[LiveHost]:

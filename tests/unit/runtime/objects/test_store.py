@@ -11,10 +11,10 @@ import pytest
 from rlflow.batch import Logprobs, Packed, Repeated, Rewards
 from rlflow.errors import EngineError
 from rlflow.runtime.objects import results, store
-from rlflow.runtime.objects.results import HeldResults
+from rlflow.runtime.objects.results import put_batch
 from rlflow.runtime.objects.slices import SharedBatch, SliceMessage, open_message
-from rlflow.runtime.objects.store import Block, StoredColumn
-from tests.helpers import prompts, rollouts, sequences
+from rlflow.runtime.objects.store import Block, StoredColumn, blocks_of
+from tests.helpers import rollouts, sequences
 
 
 @pytest.fixture
@@ -30,14 +30,7 @@ def objects(monkeypatch: pytest.MonkeyPatch) -> dict[int, Any]:
     monkeypatch.setattr(store, "fetch", held.__getitem__)
     monkeypatch.setattr(results, "put_array", put)
     monkeypatch.setattr(store, "put_array", put)
-    monkeypatch.setattr(results, "this_host", lambda: "h")
     return held
-
-
-def stored(of: Any) -> Any:
-    held_results = HeldResults()
-    held_results.add(0, of)
-    return held_results.put(0)
 
 
 def rows_of(column: Packed) -> list[list[Any]]:
@@ -55,19 +48,20 @@ def written() -> Any:
 
 
 def test_an_object_a_field(objects: dict[int, Any], written: Any) -> None:
-    out = stored(written)
+    out = put_batch(written)
     assert len(objects) == 5  # prompts, responses, logprobs, texts, rows; versions are one a row
     for name in ("prompt_ids", "response_ids", "logprobs", "versions"):
         assert rows_of(getattr(out, name)) == rows_of(getattr(written, name)), name
     assert list(out.texts) == list("abcdef")
     assert list(out.rows) == [{"answer": "1"}] * 6
-    assert HeldResults().add(0, out).value is out, "what is in the store already stays there"
+    assert blocks_of(put_batch(out)) == blocks_of(out), "what is in the store already stays there"
+    assert len(objects) == 5
 
 
 @pytest.mark.usefixtures("objects")
 @pytest.mark.parametrize("rows", [[3, 0, 5], [1, 1, 2], [2, 3, 4], []])
 def test_rows_of_several_producers(written: Any, rows: list[int]) -> None:
-    whole = type(written).concatenate([stored(written.take(np.array(part))) for part in ([0, 1], [2], [3, 4, 5])])
+    whole = type(written).concatenate([put_batch(written.take(np.array(part))) for part in ([0, 1], [2], [3, 4, 5])])
     taken = whole.take(np.array(rows, np.int64))
     for name in ("prompt_ids", "response_ids", "logprobs", "versions"):
         column, expected = getattr(taken, name), getattr(written, name)
@@ -82,7 +76,7 @@ def test_rows_of_several_producers(written: Any, rows: list[int]) -> None:
 
 @pytest.mark.usefixtures("objects")
 def test_columns_that_are_cut_alike_travel_once(written: Any) -> None:
-    whole = type(written).concatenate([stored(written.take(np.array(part))) for part in ([0, 1], [2, 3, 4, 5])])
+    whole = type(written).concatenate([put_batch(written.take(np.array(part))) for part in ([0, 1], [2, 3, 4, 5])])
     for batch in (whole, whole.take(np.array([4, 2])), pickle.loads(pickle.dumps(whole))):
         assert batch.logprobs.spans is batch.response_ids.spans
     again = pickle.loads(pickle.dumps(whole.take(np.array([5, 0]))))
@@ -96,58 +90,42 @@ def test_a_thousand_rollouts_in_a_message(objects: dict[int, Any]) -> None:
     lengths = draw.integers(1, 100, (250, 4))
     parts = np.array_split(np.arange(1000), 4)
     whole = rollouts(sequences(list(draw.integers(1, 40, 250)), [list(group) for group in lengths]))
-    joined = type(whole).concatenate([stored(whole.take(part)) for part in parts])
+    joined = type(whole).concatenate([put_batch(whole.take(part)) for part in parts])
     assert len(pickle.dumps(joined)) < 10_000
     assert len(objects) == 20
 
 
 def test_only_blocks_that_are_asked_for_are_fetched(objects: dict[int, Any], written: Any) -> None:
-    whole = type(written).concatenate([stored(written.take(np.array(part))) for part in ([0, 1], [2, 3, 4, 5])])
+    whole = type(written).concatenate([put_batch(written.take(np.array(part))) for part in ([0, 1], [2, 3, 4, 5])])
     objects.clear()
     assert whole.take(np.array([0, 4])).response_ids.lengths.tolist() == [4, 5]
     with pytest.raises(KeyError):
         _ = whole.take(np.array([0])).response_ids.values
 
 
-def test_results_of_many_calls_are_put_together(objects: dict[int, Any], written: Any) -> None:
-    held_results = HeldResults()
-    sizes = [held_results.add(3, written.take(np.array([row]))).nbytes for row in (4, 0, 1)]
-    assert objects == {}
-    out = held_results.put(3)
-    assert len(objects) == 5
-    assert sum(sizes) == sum(values.nbytes for values in objects.values())
-    assert rows_of(out.response_ids) == [rows_of(written.response_ids)[row] for row in (4, 0, 1)]
-    with pytest.raises(KeyError):
-        held_results.put(3)
-
-
 def test_columns_are_stored_in_their_declared_type(objects: dict[int, Any], written: Any) -> None:
     """Whatever an engine gives, what several of them have made can be joined without its values."""
-    held_results = HeldResults()
     count = len(written.versions.values)
     changing = written.versions.like(np.arange(count, dtype=np.int32) // 3)
     same = Repeated(np.zeros(len(written), np.float32), written.response_ids.lengths)
-    sizes = [held_results.add(0, each).nbytes for each in (written, replace(written, versions=changing, logprobs=same))]
-    out = held_results.put(0)
+    parts = [put_batch(each) for each in (written, replace(written, versions=changing, logprobs=same))]
+    out = type(written).concatenate(parts)
     assert isinstance(out.versions, Repeated)
     assert isinstance(out.logprobs, StoredColumn)
     assert out.versions.values.tolist() == written.versions.values.tolist() + changing.values.tolist()
     assert rows_of(out.logprobs) == rows_of(written.logprobs) + rows_of(same)
-    assert sum(sizes) == sum(values.nbytes for values in objects.values())
+    assert sum(block.nbytes for block in blocks_of(out)) == sum(values.nbytes for values in objects.values())
 
 
-def test_results_without_columns_are_returned_as_they_are(objects: dict[int, Any]) -> None:
-    held_results = HeldResults()
+def test_a_batch_without_columns_stays_as_it_is(objects: dict[int, Any]) -> None:
     rewards = Rewards(values=np.ones(2, np.float32))
-    for result in (rewards, None, 0.5):
-        assert held_results.add(0, result).value is result
-    assert held_results.add(None, prompts()).nbytes == 0
+    assert put_batch(rewards).values is rewards.values
     assert objects == {}
 
 
 class TestBadData:
     def test_a_block_that_is_not_as_announced(self, objects: dict[int, Any], written: Any) -> None:
-        out = stored(written)
+        out = put_batch(written)
         values = objects[1]
         for wrong, said in ((values[:-1], r"int32 of \(15,\)"), (values.astype(np.int64), "int64"), ("text", "str")):
             objects[1] = wrong
@@ -166,16 +144,16 @@ class TestBadData:
     def test_columns_that_do_not_fit_each_other(self, objects: dict[int, Any], written: Any) -> None:
         short = written.logprobs.take(np.array([0, 1, 2, 3, 4, 4]))
         with pytest.raises(EngineError, match="logprobs: row 5 has 1 tokens and 5 values"):
-            HeldResults().add(0, replace(written, logprobs=short))
+            put_batch(replace(written, logprobs=short))
         with pytest.raises(EngineError, match="versions: expected 6 rows, got 2"):
-            HeldResults().add(0, replace(written, versions=written.versions.take(np.array([0, 1]))))
+            put_batch(replace(written, versions=written.versions.take(np.array([0, 1]))))
         for name in ("logprobs", "versions"):
             column = getattr(written, name)
             broken = Packed(column.values[:-1], column.offsets)
             with pytest.raises(EngineError, match="a column has 15 values, and its rows need 16"):
-                HeldResults().add(0, replace(written, **{name: broken}))
+                put_batch(replace(written, **{name: broken}))
         with pytest.raises(EngineError, match=r"texts: expected 6 rows, got 1"):
-            HeldResults().add(0, replace(written, texts=("a",)))
+            put_batch(replace(written, texts=("a",)))
         assert objects == {}
 
 
@@ -195,7 +173,7 @@ def test_a_part_of_a_batch(objects: dict[int, Any], written: Any, monkeypatch: p
 
 
 def test_scores_have_a_batch_of_their_own(objects: dict[int, Any], written: Any) -> None:
-    out = stored(Logprobs(values=written.logprobs))
+    out = put_batch(Logprobs(values=written.logprobs))
     assert len(out) == 6
     assert len(objects) == 1
 

@@ -1,6 +1,8 @@
 """The match between a plan's hosts and Ray's, without Ray."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from math import ceil
 
 import pytest
 
@@ -16,6 +18,7 @@ from rlflow.runtime.ray.cluster.binding import (
     check_bound,
     check_free,
     check_kinds,
+    check_stores,
     match_hosts,
     placement_record,
     spare_bundles,
@@ -33,6 +36,7 @@ def live(name: str, gpus: int = 8, free: int | None = None, *, alive: bool = Tru
         hostname=f"{name}.example.org",
         address=f"10.0.0.{len(name)}",
         port=1,
+        store_bytes=10**9,
         gpus=gpus,
         free_gpus=gpus if free is None else free,
         alive=alive,
@@ -232,3 +236,20 @@ def test_the_record_has_planned_beside_bound() -> None:
     assert record["hosts"] == {"host-0": {"name": "a", "node_id": "id of a", "address": "10.0.0.1", "gpus": 8}}
     both = {"planned": {"host": "host-0", "gpu": 0}, "bound": {"host": "a", "gpu": "5"}}
     assert record["roles"]["actor"] == [[both]]
+
+
+SMALLER = "smaller batch_size, group_size or max_tokens"
+
+
+@pytest.mark.parametrize(
+    ("simulated", "fix"),
+    [(False, "start Ray there with --object-store-memory={} or more, or " + SMALLER), (True, SMALLER)],
+)
+def test_a_store_needs_twice_the_predicted_peak(simulated: bool, fix: str) -> None:
+    plan = rlflow.compile(load("recipe=fake", config_dir=CONFIG_DIR), "1x1@cpu")
+    needed = ceil(2 * plan.prediction.data.store_peak_gib["host-0"] * 2**30)
+    host = live("ip-10-0-0-1", simulated=simulated)
+    check_stores(plan, {"host-0": replace(host, store_bytes=needed)})
+    with pytest.raises(PlacementError, match=r"^data\.batch_size: a step needs .* of 'ip-10-0-0-1' at once") as raised:
+        check_stores(plan, {"host-0": replace(host, store_bytes=needed - 2)})
+    assert raised.value.notes["Fix"] == fix.format(needed)

@@ -14,8 +14,7 @@ from rlflow.errors import RecipeError
 from rlflow.recipe.compose import cluster_of_hosts
 from rlflow.resources.layout import Worker
 from rlflow.runtime import local
-from rlflow.runtime.objects.budget import Budget
-from rlflow.runtime.objects.results import StoreCalls
+from rlflow.runtime.objects.store_usage import StoreUsage
 from rlflow.runtime.ray.cluster import machine
 from rlflow.runtime.ray.cluster.binding import BoundPlan
 from rlflow.runtime.ray.cluster.machine import listed_gpus
@@ -78,7 +77,7 @@ def role_workers() -> tuple[RoleWorkers, Worker]:
         gpu_ids={bundle: str(7 - bundle.gpu) for bundle in bundles},
         hosts={"host-0": live("host-0", simulated=True)},
     )
-    actors = RoleWorkers(plan, "rollout", plan.recipe.models["policy"], placed, StoreCalls(Budget({})), Mock())
+    actors = RoleWorkers(plan, "rollout", plan.recipe.models["policy"], placed, StoreUsage({}), Mock())
     return actors, plan.roles["rollout"].workers[0]
 
 

@@ -14,6 +14,7 @@ HOST = LiveHost(
     hostname="a.example",
     address="10.0.0.1",
     port=7000,
+    store_bytes=10**9,
     gpus=8,
     free_gpus=8,
     alive=True,
