@@ -36,6 +36,12 @@ TopP = Annotated[float, Ge(0.01), Le(1)]
 Seconds = Annotated[float, Ge(0.001), Le(7 * 24 * 3600), Unit("seconds")]
 Minutes = Annotated[float, Ge(0.001), Le(7 * 24 * 60), Unit("minutes")]
 
+# Metadata of a section's field.
+OPERATIONAL: Mapping[str, bool] = {"operational": True}
+"""The option changes how a run is carried out, and not what it trains."""
+MAY_CHANGE: Mapping[str, bool] = {"may_change": True}
+"""Each step reads the option anew, so a resumed run may change it."""
+
 # Characters that turn the direction of the text after them, so that it reads differently from what it is.
 _TURNING = frozenset(map(chr, [*range(0x202A, 0x202F), *range(0x2066, 0x206A)]))
 # Characters without a width, which make different names look the same. Prompts in Thai, Arabic or Hebrew need some.

@@ -15,7 +15,7 @@ from rlflow.resources.layout import Resources
 from rlflow.resources.models.architecture import Architecture
 from rlflow.resources.models.lora import Lora
 from rlflow.resources.workload import Overlap
-from rlflow.schema import Count, CountOrZero, Section, Steps, Text
+from rlflow.schema import MAY_CHANGE, OPERATIONAL, Count, CountOrZero, Section, Steps, Text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,11 +32,11 @@ class Model(Section):
     """The tokens of a model with random weights: each character is one."""
     architecture: Architecture | None = None
     """The sizes that planning needs. They come from conf/model or from the ``config.json`` at ``path``."""
-    architecture_of: str | None = None
+    architecture_of: str | None = field(default=None, metadata=OPERATIONAL)
     """The model on the hub that ``architecture`` describes. The model at ``path`` must have the same sizes."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """The number type of the weights."""
-    trust_remote_code: bool = False
+    trust_remote_code: bool = field(default=False, metadata=OPERATIONAL)
     """Run the Python files at ``path`` that its ``auto_map`` names, with the rights of the user."""
 
 
@@ -44,11 +44,11 @@ class Model(Section):
 class Optimizer(Section):
     """AdamW with a learning rate that depends only on the step."""
 
-    learning_rate: Annotated[float, Ge(1e-12), Le(1)] = 1e-6
+    learning_rate: Annotated[float, Ge(1e-12), Le(1)] = field(default=1e-6, metadata=MAY_CHANGE)
     """The learning rate after the warm-up, which is the highest."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    schedule: Literal["constant", "linear", "cosine"] = field(default="constant", metadata=MAY_CHANGE)
     """The learning rate after the warm-up: constant, or falling to zero at the last step."""
-    warmup_steps: CountOrZero = 0
+    warmup_steps: CountOrZero = field(default=0, metadata=MAY_CHANGE)
     """The first steps, in which the learning rate rises linearly."""
     betas: tuple[Annotated[float, Ge(0), Lt(1)], Annotated[float, Ge(0), Lt(1)]] = (0.9, 0.999)
     """The decay of AdamW's running means of gradients and of their squares."""
@@ -105,7 +105,7 @@ class Data(Section):
     and the names that the reward reads. A dot reaches into a column: ``reward_model.ground_truth``."""
     system_prompt: str | None = None
     """The system message of every prompt that has none of its own. The tokenizer needs a chat template."""
-    batch_size: Count
+    batch_size: Count = field(metadata=MAY_CHANGE)
     """Prompts, examples or pairs in each step."""
     max_prompt_tokens: Count
     """The limit of a prompt; ``overlong`` decides about longer ones."""
@@ -149,27 +149,27 @@ class Recipe(Section):
     """The name of the run, for people and for the cache of models that recipes train."""
     seed: Annotated[int, Ge(0), Lt(2**63)] = 0
     """The seed of all random numbers."""
-    steps: Steps
+    steps: Steps = field(metadata=MAY_CHANGE)
     """Passes over the graph."""
     models: Mapping[str, Model]
     roles: Mapping[str, Role]
     graph: Mapping[str, Mapping[str, Any]]
     """The kind, role, options and inputs of each node. The stage ``wire`` reads them."""
     data: Data
-    evaluation: Evaluation | None = None
-    checkpoints: Checkpoints
-    expect: Expect = Expect()
+    evaluation: Evaluation | None = field(default=None, metadata=MAY_CHANGE)
+    checkpoints: Checkpoints = field(metadata=OPERATIONAL)
+    expect: Expect = field(default=Expect(), metadata=OPERATIONAL)
     overlap: Overlap = field(default_factory=Overlap)
-    max_restarts: CountOrZero = 2
+    max_restarts: CountOrZero = field(default=2, metadata=OPERATIONAL)
     """How often in a row the run goes back to the same checkpoint when it has lost workers."""
-    elastic: bool = False
+    elastic: bool = field(default=False, metadata=OPERATIONAL)
     """Plan again for the other hosts when the run has lost some, and continue on them."""
-    stop_after_skipped_steps: Count = 3
+    stop_after_skipped_steps: Count = field(default=3, metadata=OPERATIONAL)
     """The number of steps in a row after which the run stops that were skipped for values that are not finite."""
-    trackers: tuple[Text, ...] = ("tensorboard",)
+    trackers: tuple[Text, ...] = field(default=("tensorboard",), metadata=OPERATIONAL)
     """The trackers that receive metrics and samples: ``tensorboard``, ``wandb``, ``mlflow``, ``trackio``, ``swanlab``,
     or ``package.module:Class`` for one of your own."""
-    push_to_hub: Text | None = None
+    push_to_hub: Text | None = field(default=None, metadata=OPERATIONAL)
     """The repository on the Hugging Face hub, ``USER/NAME``, to which the trained model is uploaded at the end of the
     run. A new repository is private."""
 

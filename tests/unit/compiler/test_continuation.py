@@ -1,6 +1,8 @@
 """Changes of a recipe that a resumed run accepts or refuses."""
 
+import json
 import re
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -60,10 +62,22 @@ def test_unfinished_rollouts_hold_the_batch_size() -> None:
 
 def test_a_missing_optimizer_has_the_defaults() -> None:
     before, now = experiment("~roles.actor.optimizer"), experiment("~roles.actor.optimizer", "lr=1.0e-3")
-    assert before["roles"]["actor"]["optimizer"] is None
+    assert "optimizer" not in before["roles"]["actor"]
     check_continuation(before, now, "runs/a")
 
 
 def test_the_last_run_of_a_recipe_may_be_longer_and_no_other() -> None:
     assert is_same_but_longer(experiment(), experiment("steps=400", "checkpoints.every=3"))
     assert not is_same_but_longer(experiment(), experiment("lr=1.0e-5"))
+
+
+def test_options_at_their_defaults_do_not_count() -> None:
+    """So a checkpoint of a version without an option continues in one that has it."""
+    assert experiment("roles.actor.optimizer.weight_decay=0.0", "data.overlong=error") == experiment()
+    every_option = json.loads(json.dumps(asdict(load())))
+    del every_option["models"]["policy"]["architecture"]
+    check_continuation(every_option, experiment(), "runs/a")
+    with pytest.raises(RecipeError, match=r"trained with data\.overlong \"error\", this recipe has \"drop\""):
+        check_continuation(every_option, experiment("data.overlong=drop"), "runs/a")
+    with pytest.raises(RecipeError, match=r"trained with roles\.actor\.lora null, this recipe has nothing, and 3 more"):
+        check_continuation(experiment(), experiment("roles.actor.lora={}"), "runs/a")
