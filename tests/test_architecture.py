@@ -115,7 +115,7 @@ def test_rooms_import_only_rooms_before_them() -> None:
 
 
 def test_compiler_and_reports_name_no_class_of_a_node() -> None:
-    """What a rule knows about one algorithm stands in the file of its node, and so does its headline."""
+    """Rules and headlines of one algorithm stand in the file of its node."""
     files = [path for path in FILES if room(path) == "nodes" and path.stem not in ("base", "signature")]
     classes = {node.name for path in files for node in tree_of(path).body if isinstance(node, ast.ClassDef)}
     named = []
