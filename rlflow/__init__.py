@@ -4,8 +4,12 @@
 a report.
 """
 
+import sys
 from collections.abc import Callable, Collection, Sequence
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from rlflow._version import __version__ as __version__
@@ -16,10 +20,23 @@ if TYPE_CHECKING:
     from rlflow.resources.cluster import Cluster
     from rlflow.runtime.protocols import Observer, Report
 
-# Finds ``python -m rlflow.doctor`` and the other subcommands under this name too.
-__path__.append(str(Path(__file__).with_name("commands")))
-
 __all__ = ["Observer", "compile", "load", "run", "show"]
+
+
+class _SubcommandFinder:
+    """A finder for ``python -m rlflow.doctor`` and the like, which run as ``python -m rlflow doctor``."""
+
+    @staticmethod
+    def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Return ``__main__`` under the name of a subcommand; None for any other module."""
+        package, _, command = name.removesuffix(".__main__").partition(".")
+        if package != "rlflow" or "." in command or find_spec(f"rlflow.commands.{command}") is None:
+            return None
+        return spec_from_file_location(name, Path(__file__).with_name("__main__.py"))
+
+
+# Modules that exist are found before.
+sys.meta_path.append(_SubcommandFinder)
 
 
 def load(overrides: Sequence[str] = (), config_dir: Path | None = None) -> "Recipe":

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import rlflow
-from rlflow.cli import main
+from rlflow.cli import SUBCOMMANDS, main
 from tests.conftest import FAKE, ROOT, Typed
 
 
@@ -23,6 +23,13 @@ def test_the_command_is_installed_with_the_package() -> None:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     module, _, function = scripts["rlflow"].partition(":")
     assert getattr(import_module(module), function) is main
+
+
+@pytest.mark.parametrize("command", SUBCOMMANDS)
+def test_a_subcommand_is_also_found_as_a_module(command: str) -> None:
+    called = [sys.executable, "-m", f"rlflow.{command}", "--help"]
+    done = subprocess.run(called, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.startswith(f"usage: rlflow {command} [-h]")
 
 
 def test_version_and_help(typed: Typed) -> None:
