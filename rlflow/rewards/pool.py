@@ -90,8 +90,6 @@ class _Dispatcher:
                 self._process(call)
             # While this thread waits, its last call must not keep the futures' callbacks alive, and so the pool.
             del call
-        if self._worker is not None:
-            self._worker.close()
 
     def _process(self, call: _Call) -> None:
         """Complete the futures of a call, or put it back in parts if one of its texts may have made all of it fail."""

@@ -70,7 +70,7 @@ class ForkServer:
             )
         self.pid = process.pid
         self.workers: list[ForkedWorker] = []
-        self.stop = weakref.finalize(self, _stop_server, self._socket, process)
+        self.stop = weakref.finalize(self, _stop_server, self._socket, process, self.workers)
         self._lock = threading.Lock()
         """Held for one request at a time."""
         self._socket.settimeout(_START_TIMEOUT_S)
@@ -129,7 +129,7 @@ def _describe_exit(exit_code: int) -> str:
     return names.get(-exit_code, f"signal {-exit_code}")
 
 
-def _stop_server(control: socket.socket, process: "subprocess.Popen[bytes]") -> None:
+def _stop_server(control: socket.socket, process: "subprocess.Popen[bytes]", workers: list[ForkedWorker]) -> None:
     # Another thread may be waiting for an answer.
     with suppress(OSError):
         control.shutdown(socket.SHUT_RDWR)
@@ -139,3 +139,5 @@ def _stop_server(control: socket.socket, process: "subprocess.Popen[bytes]") -> 
         process.kill()
         process.wait()
     control.close()
+    for worker in list(workers):
+        worker.close()
