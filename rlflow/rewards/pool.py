@@ -120,11 +120,11 @@ class _Dispatcher:
             try:
                 answer: list[Any] | Failure = worker.call(message, loaded.limit_s)
                 return answer
-            except BrokenPipeError:  # it had died before this call
-                self._end_worker()
             except TimeoutError:
                 self._end_worker()
                 return Failure("timeout", f"took longer than its timeout_s of {loaded.timeout_s:g} s")
+            except OSError:  # it had died before this call
+                self._end_worker()
             except EOFError:
                 return Failure("died", f"ended its process ({self._end_worker()})")
 

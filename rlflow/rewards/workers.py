@@ -37,7 +37,7 @@ class ForkedWorker:
     def call(self, message: bytes, limit_s: float) -> Any:
         """Send a pickled call and return the answer.
 
-        Raises BrokenPipeError if the process had died before, EOFError if it dies, and TimeoutError after ``limit_s``.
+        Raises TimeoutError after ``limit_s``, EOFError if the process dies, and OSError if it had died before.
         """
         deadline = time.monotonic() + limit_s
         self._socket.settimeout(limit_s)
