@@ -10,7 +10,7 @@ from rlflow.recipe import Recipe
 
 
 def graph_warnings(recipe: Recipe, graph: Graph) -> Iterator[str]:
-    """Yield the warnings of nodes about their options, rounds of resampling, and models that an engine cannot run."""
+    """Yield the warnings of nodes about their options, and those about rounds, data, warm-ups and models."""
     nodes = {node.name: node for node in graph.nodes}
     for node in graph.nodes:
         for line in node.operation.cautions(NodeView(node=node, nodes=nodes, recipe=recipe)):
@@ -24,6 +24,11 @@ def graph_warnings(recipe: Recipe, graph: Graph) -> Iterator[str]:
         if options and ":" not in source:  # a recipe may inherit them
             yield f"{path}.options: only functions have options, so '{source}' does not read them"
     for name, role in recipe.roles.items():
+        # The schedule of a policy begins after the steps that train the critic alone.
+        steps = max(0, recipe.steps - graph.critic_warmup(name))
+        if role.optimizer and (warmup := role.optimizer.warmup_steps) > steps:
+            path, rate = f"roles.{name}.optimizer.warmup_steps", role.optimizer.learning_rate_at(steps - 1, steps)
+            yield f"{path}: the run ends after {steps} of {warmup} steps of warm-up, at a learning rate of {rate:.2g}"
         model = recipe.models[role.model].architecture
         if model is not None and not engine_kind(role.engine).concurrent:
             kinds = ["a sliding window"] * bool(model.num_windowed_layers) + ["a recurrence"] * bool(model.recurrent)

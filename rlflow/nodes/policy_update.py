@@ -194,10 +194,7 @@ class PolicyGradient(Section):
             )
 
     def check_graph(self, view: NodeView) -> None:
-        path, role, steps = f"{view.path}.critic_warmup", view.node.role, view.recipe.steps
-        if self.critic_warmup >= steps:
-            fact = f"{self.critic_warmup} warm-up steps leave none of the {steps} steps to train the policy"
-            raise RecipeError(path, fact, fix="fewer, or more steps")
+        path, role = f"{view.path}.critic_warmup", view.node.role
         for generator in view.generators():
             _check_sampling(view, generator)
         if self.critic_warmup and view.trained_roles == [role]:
@@ -205,6 +202,8 @@ class PolicyGradient(Section):
             raise GraphError(path, fact, fix=f"{path}=0, or roles.{role}.optimizer.warmup_steps")
 
     def cautions(self, view: NodeView) -> Iterator[str]:
+        if self.critic_warmup >= view.recipe.steps:
+            yield f"critic_warmup: all {view.recipe.steps} steps train the critic alone, and none trains the policy"
         if self.kl_coef and self.kl_estimator == "k1":
             yield "kl_estimator: in a loss the gradient of k1 is zero on average, so it does nothing; use k2 or k3"
         staleness = view.recipe.overlap.max_staleness

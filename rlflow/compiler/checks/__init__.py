@@ -6,7 +6,7 @@ What a rule knows about one algorithm stands in the file of its node (``Node.che
 from rlflow.compiler.checks.data import check_data, check_modules
 from rlflow.compiler.checks.evaluation import check_evaluation
 from rlflow.compiler.checks.graph import check_groups, check_options, check_outputs_read, check_sources
-from rlflow.compiler.checks.learning import check_learning, check_learning_rates
+from rlflow.compiler.checks.learning import check_learning
 from rlflow.compiler.checks.models import (
     check_adapters,
     check_micro_batches,
@@ -35,7 +35,6 @@ RULES = (
     check_reward_models,
     check_data,
     check_learning,
-    check_learning_rates,
     check_output_layers,
     check_responses,
     check_positions,

@@ -6,19 +6,6 @@ from rlflow.nodes.base import NodeView
 from rlflow.recipe import Recipe
 
 
-def check_learning_rates(recipe: Recipe, graph: Graph) -> None:
-    """Raise RecipeError for a learning rate that the run ends too early to reach."""
-    for name, role in recipe.roles.items():
-        # The schedule of a policy begins after the steps that train the critic alone.
-        before = graph.critic_warmup(name)
-        steps = recipe.steps - before
-        warmup = role.optimizer.warmup_steps if role.optimizer else 0
-        if warmup > steps:
-            path = f"roles.{name}.optimizer.warmup_steps"
-            fact = f"{warmup} steps are longer than the run, which trains '{name}' for {steps}"
-            raise RecipeError(path, fact, fix=f"{path}={steps} or less, or steps={before + warmup} or more")
-
-
 def check_learning(recipe: Recipe, graph: Graph) -> None:
     """Have each node check the graph around it, and check its minibatches and its reference."""
     nodes = {node.name: node for node in graph.nodes}

@@ -6,6 +6,7 @@ import pytest
 
 import rlflow
 from rlflow.errors import UserError
+from tests.conftest import ROOT
 from tests.helpers import load
 
 
@@ -62,9 +63,32 @@ def test_one_sample_in_each_minibatch_is_possible() -> None:
     rlflow.compile(load("recipe=grpo_tiny", "graph.update.num_minibatches=1024"))
 
 
-@pytest.mark.parametrize("overrides", [["steps=10"], ["steps=9", "roles.actor.optimizer.warmup_steps=9"]])
-def test_a_warm_up_as_long_as_the_run_reaches_its_learning_rate(overrides: list[str]) -> None:
-    rlflow.compile(load("recipe=grpo_tiny", *overrides), "local")
+def test_a_warm_up_that_is_longer_than_the_run_is_a_warning() -> None:
+    def warnings(*overrides: str) -> tuple[str, ...]:
+        return rlflow.compile(load(*overrides), "local").prediction.warnings
+
+    # 5e-4 is reached after 10 steps, and the rate rises by a tenth of it in each.
+    path = "roles.actor.optimizer.warmup_steps"
+    line = f"{path}: the run ends after 9 of 10 steps of warm-up, at a learning rate of 0.00045"
+    assert line in warnings("recipe=grpo_tiny", "steps=9")
+    assert line in warnings("recipe=ppo_tiny", "graph.update.critic_warmup=111")
+    assert warnings("recipe=grpo_tiny", "steps=10") == ()
+    alone = "graph.update.critic_warmup: all 5 steps train the critic alone, and none trains the policy"
+    assert alone in warnings("recipe=ppo_tiny", "graph.update.critic_warmup=5", "steps=5")
+
+
+def test_a_short_trial_of_each_recipe_is_planned() -> None:
+    refused = {}
+    for name in sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml")):
+        recipe = load(f"recipe={name}")
+        shorter = ["steps=1", "data.batch_size=4", *["evaluation.num_prompts=10"] * (recipe.evaluation is not None)]
+        fewer_samples = ["graph.rollouts.group_size=2"] * ("group_size" in recipe.graph.get("rollouts", {}))
+        for trial in (shorter, fewer_samples):
+            try:
+                rlflow.compile(load(f"recipe={name}", *trial), "local" if name.endswith("tiny") else "2x8")
+            except UserError as error:
+                refused[name, *trial] = str(error)
+    assert refused == {}
 
 
 def test_options_that_a_file_does_not_read() -> None:

@@ -40,10 +40,6 @@ def test_the_critic_learns_in_the_minibatches_of_the_policy() -> None:
             [SCORED, "graph.update.old_logprobs=old"],
             "graph.values.role: graph.old needs 'critic' to have a vocabulary head, and this node needs a value head",
         ),
-        (
-            ["graph.update.critic_warmup=120"],
-            "graph.update.critic_warmup: 120 warm-up steps leave none of the 120 steps to train the policy",
-        ),
         (["~graph.values"], "graph.advantages.values: no node 'values', which 'gae_advantage' reads"),
         (["graph.values.role=rollout"], "graph.values.role: graph.rollouts needs 'rollout' to have a vocabulary"),
         (["~graph.reference"], "graph.advantages.kl_coef: 0.001 needs the reference's logprobs"),
