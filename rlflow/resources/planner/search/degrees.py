@@ -65,19 +65,19 @@ def pipeline_stages(demand: Demand, group: int) -> int | None:
     return stages if demand.architecture is None or stages <= demand.architecture.num_hidden_layers else None
 
 
-def with_copies(demand: Demand, pool: Pool, layout: Layout) -> Layout | Shortage:
-    """Return the layout with as many copies as pinned, or as the pool has room for.
+def with_copies(demand: Demand, pool: Pool, base: Layout, sequence: int, stages: int) -> Layout | Shortage:
+    """Return the layout with these degrees, and with as many copies as pinned or as the pool has room for.
 
     A pinned number of GPUs is used in full.
     """
-    stages = layout.pipeline_parallel_size
-    room = pool.shape.groups(layout.group_size) // stages
+    size = base.tensor_parallel_size * sequence
+    room = pool.shape.groups(size) // stages
     copies = demand.pinned("data_parallel_size") or room
-    layout = replace(layout, data_parallel_size=max(1, copies))
     if copies < 1 or copies > room:
-        groups = f"groups of {layout.group_size} GPUs inside hosts" if layout.group_size > 1 else "GPUs"
+        groups = f"groups of {size} GPUs inside hosts" if size > 1 else "GPUs"
         what = f"{max(1, copies) * stages} {groups}, where its pool has {room * stages}"
         return Shortage(demand.role, inf, what)
+    layout = replace(base, sequence_parallel_size=sequence, pipeline_parallel_size=stages, data_parallel_size=copies)
     pinned = demand.pinned("gpus")
     if pinned is not None and "data" in demand.parallel and layout.num_gpus != pinned:
         return Shortage(demand.role, inf, f"only {layout.num_gpus} of its {pinned} pinned GPUs would be used")

@@ -56,13 +56,11 @@ def _layout(demand: Demand, base: Layout, pool: Pool, tensor: int, stages: int) 
     tokens, eager, serves = demand.pins.micro_batch_tokens, demand.pins.eager, "tensor" in demand.parallel
     layout = Layout(
         tensor_parallel_size=tensor,
-        pipeline_parallel_size=stages,
-        sequence_parallel_size=base.sequence_parallel_size,
         micro_batch_tokens=CPU_MICRO_BATCH_TOKENS if tokens == "auto" else tokens,
         eager=(not pool.counts_memory if eager == "auto" else eager) if serves else None,
         sleeps=pool.is_shared and serves and pool.counts_memory,
     )
-    return with_copies(demand, pool, layout)
+    return with_copies(demand, pool, layout, base.sequence_parallel_size, stages)
 
 
 @dataclass(frozen=True)

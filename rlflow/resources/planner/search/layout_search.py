@@ -22,6 +22,7 @@ class LayoutSearch:
     def __init__(self, demand: Demand, tasks: Sequence[Task], base: Layout, pool: Pool) -> None:
         idle = idle_terms(demand, base, pool)
         self.idle_gib = sum(idle.values())
+        self.base = base
         self._trains = demand.job == "train"
         options = (engine_options if demand.job == "serve" else model_options)(demand, tasks, base, idle, pool)
         timed: list[tuple[float, int, ModelOption | EngineOption]] = []

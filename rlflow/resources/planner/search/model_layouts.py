@@ -39,7 +39,8 @@ def model_options(
             pinned = demand.pins.gradient_checkpointing
             both = demand.job == "train" and pinned == "auto" and pool.counts_memory
             for saves in (False, True) if both else (pinned is True and demand.job == "train",):
-                option = ModelOption(demand, tasks, pool, replace(layout, gradient_checkpointing=saves), idle, fastest)
+                degrees = replace(layout, gradient_checkpointing=True) if saves else layout
+                option = ModelOption(demand, tasks, pool, degrees, idle, fastest)
                 fastest = fastest or option
                 yield option
 
@@ -50,7 +51,7 @@ def _sequence_layouts(demand: Demand, base: Layout, pool: Pool) -> Iterator[Layo
     sizes = [pinned] if pinned else group_sizes(demand, min(pool.shape.largest_group, pool.shape.num_gpus))
     for size in sizes if demand.architecture else sizes[:1]:
         stages = pipeline_stages(demand, base.tensor_parallel_size * size) or base.pipeline_parallel_size
-        yield with_copies(demand, pool, replace(base, sequence_parallel_size=size, pipeline_parallel_size=stages))
+        yield with_copies(demand, pool, base, size, stages)
 
 
 @dataclass(frozen=True)

@@ -22,14 +22,18 @@ class LayoutSearches:
 
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
-        self._searches: dict[tuple[str, bool, Layout], LayoutSearch] = {}
+        self._by_policy: dict[tuple[str, bool, PoolPolicy], LayoutSearch] = {}
+        self._by_base: dict[tuple[str, bool, Layout], LayoutSearch] = {}
 
-    def of(self, demand: Demand, base: Layout, pool: Pool) -> LayoutSearch:
-        """Return the search of a role with this base of its layout."""
-        key = (demand.role, pool.is_shared, base)
-        if key not in self._searches:
-            self._searches[key] = LayoutSearch(demand, self._workload.of(demand.role), base, pool)
-        return self._searches[key]
+    def of(self, demand: Demand, policy: PoolPolicy, pool: Pool) -> LayoutSearch:
+        """Return the search of a role under a policy; policies that do not differ for the role share it."""
+        role = (demand.role, pool.is_shared)
+        if (*role, policy) not in self._by_policy:
+            base = base_layout(demand, policy, pool)
+            if (*role, base) not in self._by_base:
+                self._by_base[*role, base] = LayoutSearch(demand, self._workload.of(demand.role), base, pool)
+            self._by_policy[*role, policy] = self._by_base[*role, base]
+        return self._by_policy[*role, policy]
 
 
 def best_use(pool: Pool, workload: Workload, searches: LayoutSearches) -> PoolUse | Shortage:
@@ -76,16 +80,15 @@ def _use_under(
     policy: PoolPolicy, pool: Pool, workload: Workload, searches: LayoutSearches, below: float
 ) -> PoolUse | Shortage:
     """Return the best use of a pool under one policy, if it can take less than ``below`` seconds."""
-    bases = {demand.role: base_layout(demand, policy, pool) for demand in pool.demands}
-    layouts = {demand.role: searches.of(demand, bases[demand.role], pool) for demand in pool.demands}
+    layouts = {demand.role: searches.of(demand, policy, pool) for demand in pool.demands}
     idle_gib = sum(search.idle_gib for search in layouts.values())
     least_seconds = sum(search.least_seconds for search in layouts.values())
     choices = {}
     for demand in pool.demands:
         if least_seconds >= below:
             return Shortage(demand.role, inf, "another policy is as fast")
-        search, base = layouts[demand.role], bases[demand.role]
-        choice = _safest(demand, base, pool, search, idle_gib - search.idle_gib)
+        search = layouts[demand.role]
+        choice = _safest(demand, pool, search, idle_gib - search.idle_gib)
         if isinstance(choice, Shortage):
             return choice
         choices[demand.role] = choice
@@ -98,9 +101,9 @@ def _use_under(
     return PoolUse(choices, max(margins))
 
 
-def _safest(demand: Demand, base: Layout, pool: Pool, search: LayoutSearch, idle_gib: float) -> RoleChoice | Shortage:
+def _safest(demand: Demand, pool: Pool, search: LayoutSearch, idle_gib: float) -> RoleChoice | Shortage:
     """Return the best choice with the safest margin that any has; ``idle_gib`` is held by other roles on its GPUs."""
-    band = memory_band(demand, base)
+    band = memory_band(demand, search.base)
     shortage: Shortage | None = None
     for margin in Margin:
         choice = search.best(available_gib(demand, pool, idle_gib, band.factor(margin)))
