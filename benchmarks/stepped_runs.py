@@ -40,7 +40,7 @@ STAND_INS: Mapping[str, Mapping[str, Callable[..., Any]]] = {
     "guards": {
         "rlflow.runtime.step.check_values": lambda *_: None,
         "rlflow.runtime.graph_runner.check_advantages": lambda *_: None,
-        "rlflow.engines.torch.check_finite": lambda *_: None,
+        "rlflow.engines.trainer.check_finite": lambda *_: None,
         "rlflow.engines.causal_lm.totals._count_not_finite": lambda _: [],
     },
     "samples": {
