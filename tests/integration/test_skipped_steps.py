@@ -13,6 +13,7 @@ import torch
 
 import rlflow
 from rlflow.batch import Logprobs, Repeated, Rewards, RolloutAdvantages, Rollouts
+from rlflow.cli import run_subcommand
 from rlflow.commands import replay
 from rlflow.compiler.plan import Plan
 from rlflow.engines.torch import TorchEngine
@@ -271,7 +272,7 @@ def test_replay_shows_the_values_that_are_not_finite(
         r"  node update: role actor: the loss is nan at 1 of \d+ tokens of a pass \(step 4 prompt", lines[4]
     )
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == files
-    assert replay.main([str(tmp_path), "--step", "1"]) == 2
+    assert run_subcommand("replay", [str(tmp_path), "--step", "1"]) == 2
     known = "  Known: 4, 5.\n  Fix: use one of these steps.\n"
     assert capsys.readouterr().err.endswith(f"is not saved in '{tmp_path}'.\n{known}")
 

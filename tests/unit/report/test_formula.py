@@ -111,7 +111,7 @@ def test_a_node_without_a_formula_appears_by_name() -> None:
     class Unsaid(PolicyGradient, Node, kind="unsaid_update", unit="batch"):
         """Neither its surrogate nor its advantage has a formula."""
 
-    override = "graph.advantages.node='tests.unit.runtime.test_step_not_finite:LeaveOneOut'"
+    override = "graph.advantages.node='tests.unit.runtime.test_graph_runner_not_finite:LeaveOneOut'"
     assert lines("dr_grpo_tiny", "graph.update.node=unsaid_update", "~graph.advantages.normalize", override)[0] == (
         "loss of actor = mean over a minibatch's responses of the sum over tokens / 5 of [unsaid_update(w, advantages)]"
     )

@@ -6,6 +6,7 @@ import pytest
 
 import rlflow
 from benchmarks.published.libraries import DEEPSPEED
+from rlflow.compiler.checks import check
 from rlflow.compiler.lower import Requirements, lower
 from rlflow.compiler.wire import wire
 from rlflow.errors import UserError
@@ -28,7 +29,9 @@ ADAPTERS_GIB = 4 * 16 * 28 * (ATTENTION + MLP) / GIB
 
 def required(*overrides: str) -> Requirements:
     recipe = load("recipe=grpo_7b", *overrides)
-    return lower(recipe, wire(recipe))
+    graph = wire(recipe)
+    check(recipe, graph)
+    return lower(recipe, graph)
 
 
 def test_adapters_stand_beside_the_layers_that_are_named() -> None:

@@ -101,7 +101,7 @@ class Work:
     """An operation that lets its role work, whatever it gets."""
 
     unit = "batch"
-    reads_tokens = False
+    reads_tokens = can_stream = False
 
     def new_state(self) -> None:
         return None
