@@ -104,8 +104,10 @@ def encode(
     if is_huge.any() and data.overlong != "drop":
         fact = f"has a prompt of more than {_MAX_CHARACTERS} characters"
         raise _row_error(data, int(is_huge.argmax()), fact, fix="data.overlong=drop, or shorten the prompt")
-    # Something short stands for these prompts, whose rows are dropped.
-    short_rows = [{**row, "prompt": "1"} if huge else row for row, huge in zip(rows, is_huge, strict=True)]
+    # Their first characters stand for these prompts, whose rows are dropped.
+    short_rows = [
+        {**row, "prompt": _shorten(row["prompt"])} if huge else row for row, huge in zip(rows, is_huge, strict=True)
+    ]
     prompt_ids = _encode_prompts(data, tokenizer, short_rows)
     columns = tuple(_encode_responses(data, tokenizer, rows, name) for name in responses)
     if num_embeddings is not None:
@@ -119,6 +121,13 @@ def _num_characters(prompt: Any) -> int:
     if is_conversation(prompt):
         return sum(_num_characters(message.get("content")) for message in prompt)
     return len(prompt) if isinstance(prompt, str) else 0
+
+
+def _shorten(prompt: Any) -> Any:
+    """Return a prompt with the first character of its text, or of each text of its messages."""
+    if is_conversation(prompt):
+        return [{**message, "content": _shorten(message.get("content"))} for message in prompt]
+    return prompt[:1] if isinstance(prompt, str) else prompt
 
 
 def _check_embeddings(data: Data, tokenizer: "PreTrainedTokenizerBase", ids: Packed, num_embeddings: int) -> None:

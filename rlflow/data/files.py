@@ -70,7 +70,7 @@ def _read_file(path: Path, split: str) -> Rows:
         fact = f"files of the type '{path.suffix}' are not supported"
         raise RecipeError("data.source", fact, known=_TYPES, fix="convert it to one of these")
     check_expansion(path)
-    if path.suffix != ".parquet":
+    if suffix_of(path.name) != ".parquet":
         return _read_splits({"train": [str(path)]}, split)
     # Escaped, because the library takes the path for a pattern.
     return _decode(path, datasets.load_dataset("parquet", data_files=glob.escape(str(path)), split=split))

@@ -63,12 +63,13 @@ def _json_rows(name: str, opened: BufferedReader) -> Iterator[Row]:
     for number, line in _lines(name, opened):
         with _mistakes_at(name, f"line {number}"):
             if line.strip():
-                yield _checked(_DECODER.decode(line), line)
+                yield _checked(_DECODER.decode(line), has_surrogates=_has_surrogates(line))
 
 
 def _json_values(name: str, opened: BufferedReader) -> Iterator[Row]:
     """Yield the rows of a file that is a list of objects, or objects that may each have several lines."""
     text = "".join(line for _, line in _lines(name, opened))
+    has_surrogates = _has_surrogates(text)
     number = 0
     place = _skip_space(text, 0)
     while place < len(text):
@@ -76,7 +77,7 @@ def _json_values(name: str, opened: BufferedReader) -> Iterator[Row]:
             value, place = _DECODER.raw_decode(text, place)
         for row in value if isinstance(value, list) else [value]:
             with _mistakes_at(name, f"row {number}"):
-                yield _checked(row, text)
+                yield _checked(row, has_surrogates=has_surrogates)
             number += 1
         place = _skip_space(text, place)
 
@@ -119,12 +120,16 @@ def _lines(name: str, opened: Iterable[bytes]) -> Iterator[tuple[int, str]]:
         yield number, text
 
 
-def _checked(value: Any, text: str) -> Row:
-    """Return a row that was read from ``text``. Raises ValueError for another value, and for half of a character."""
+def _has_surrogates(text: str) -> bool:
+    return "\\ud" in text or "\\uD" in text
+
+
+def _checked(value: Any, *, has_surrogates: bool) -> Row:
+    """Return a value that is a row. Raises ValueError for another value, and for half of a surrogate pair."""
     if not isinstance(value, dict):
         raise ValueError(f"expected an object, got {_type_name(value)}")
-    if "\\ud" in text or "\\uD" in text:
-        json.dumps(value, ensure_ascii=False).encode()  # raises for half of a surrogate pair
+    if has_surrogates:
+        json.dumps(value, ensure_ascii=False).encode()  # raises for half of a pair
     return value
 
 

@@ -7,7 +7,7 @@ every response wrong without a word.
 import math
 import re
 from collections.abc import Callable
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from rlflow.rewards.base import Failure, Outcome, Row
@@ -66,7 +66,10 @@ def plain_text(answer: Answer) -> str:
 def last_number(text: str) -> Decimal | None:
     """Return the last number in a text, written as in 7, -1,200.5, .5 or 1e-3; None without one."""
     numbers = _NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
-    return Decimal(numbers[-1].replace(",", "")) if numbers else None
+    try:
+        return Decimal(numbers[-1].replace(",", "")) if numbers else None
+    except InvalidOperation:  # an exponent of more than 18 digits, which equals no answer
+        return None
 
 
 def whole_number(text: str) -> Decimal | None:

@@ -17,7 +17,7 @@ class PlannerInputs:
     """Everything that a plan follows from."""
 
     demands: dict[str, Demand]
-    """By role, in alphabetical order."""
+    """The demands of the roles, by role in alphabetical order."""
     workload: Workload
     cluster: Cluster
     calibration: Calibration

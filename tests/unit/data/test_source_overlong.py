@@ -1,5 +1,6 @@
 """Prompts that are longer than ``data.max_prompt_tokens``."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,17 @@ def test_a_huge_prompt_is_too_long_without_being_encoded(tmp_path: Path, monkeyp
         with pytest.raises(RecipeError, match=r"row 1 of .* has a prompt of more than 7 characters") as raised:
             opened(tmp_path, max_prompt_tokens=100, overlong=choice)
         assert raised.value.notes["Fix"] == "data.overlong=drop, or shorten the prompt"
+
+
+def test_a_huge_prompt_is_dropped_whatever_characters_the_tokenizer_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encoding, "_MAX_CHARACTERS", 3)
+    rows = [{"prompt": "aaaa", "response": "b"}, {"prompt": "ab", "response": "b"}]
+    tokenizer = load_tokenizer("policy", replace(MODEL, characters="ab"))
+    options = data(write(tmp_path / "rows.jsonl", rows), overlong="drop", batch_size=1)
+    source = open_training_data(options, tokenizer, load_rows(options, "split"), 0, edge="examples")
+    assert [row["prompt"] for row in source.rows] == ["ab"]
 
 
 @pytest.mark.parametrize("edge", ["prompts", "examples", "pairs"])

@@ -51,6 +51,11 @@ def test_a_right_and_a_wrong_response(function: Any, answer: Any, right: str, wr
     assert function.reward([right, wrong], [{"answer": answer}] * 2) == [1.0, 0.0]
 
 
+def test_a_number_beyond_all_limits_is_wrong_and_no_error() -> None:
+    assert number.reward(["it is 1e99999999999999999999"], [{"answer": "3"}]) == [0.0]
+    assert exact.reward(["1e99999999999999999999"], [{"answer": 3}]) == [0.0]
+
+
 CANNOT_USE = "cannot use 'answer' of the row (expected a text, a number, or a list of them"
 
 
