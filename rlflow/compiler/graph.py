@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlflow.batch import Examples, Pairs, Prompts, Rewards
-from rlflow.nodes.base import GraphNode as GraphNode
+from rlflow.nodes.base import GraphNode
 
 SOURCES: Mapping[str, type] = {"prompts": Prompts, "examples": Examples, "pairs": Pairs}
 """The edges that come from the recipe's data."""

@@ -5,12 +5,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 
-from rlflow.compiler.graph import GraphNode
 from rlflow.compiler.models import model_architecture
 from rlflow.compiler.plan import Plan
 from rlflow.compiler.problem import Problem
 from rlflow.compiler.wire import wire
 from rlflow.errors import UserError
+from rlflow.nodes.base import GraphNode
 from rlflow.recipe import Recipe
 from rlflow.resources.demand import Demand
 from rlflow.resources.layout import Bundle, Layout, RolePlacement, Worker

@@ -4,9 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from rlflow.batch import Pairs, Sequences
-from rlflow.compiler.graph import SOURCES, Graph, GraphNode, accuracy_node, evaluation_nodes, resampled_nodes
+from rlflow.compiler.graph import SOURCES, Graph, accuracy_node, evaluation_nodes, resampled_nodes
 from rlflow.compiler.models import model_architecture
 from rlflow.engines.registry import engine_kind
+from rlflow.nodes.base import GraphNode
 from rlflow.recipe import Recipe
 from rlflow.resources.time.lengths import Lengths, lengths_from
 from rlflow.resources.workload import Task, TaskKind

@@ -6,9 +6,9 @@ from typing import Any
 import networkx as nx
 
 import rlflow.nodes  # noqa: F401 (registers the kinds of nodes)
-from rlflow.compiler.graph import SOURCES, Graph, GraphNode
+from rlflow.compiler.graph import SOURCES, Graph
 from rlflow.errors import GraphError, below, did_you_mean
-from rlflow.nodes.base import KINDS, Node
+from rlflow.nodes.base import KINDS, GraphNode, Node
 from rlflow.plugins import load_object
 from rlflow.recipe import Recipe
 from rlflow.schema import parse

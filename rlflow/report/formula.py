@@ -3,8 +3,8 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from rlflow.compiler.graph import Graph, GraphNode
-from rlflow.nodes.base import Formula
+from rlflow.compiler.graph import Graph
+from rlflow.nodes.base import Formula, GraphNode
 
 
 def loss_lines(graph: Graph) -> list[str]:

@@ -4,10 +4,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rlflow.compiler.graph import GraphNode
 from rlflow.compiler.models import training_memory
 from rlflow.compiler.plan import Plan, format_duration, write_plan
 from rlflow.errors import RecipeError
+from rlflow.nodes.base import GraphNode
 from rlflow.recipe.load import to_yaml
 from rlflow.report.formats import PRICE_UNIT, format_gpu_hours, format_range, format_time
 from rlflow.report.graph_drawing import draw_graph

@@ -8,8 +8,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from rlflow.compiler.graph import SOURCES, GraphNode
+from rlflow.compiler.graph import SOURCES
 from rlflow.compiler.plan import Plan
+from rlflow.nodes.base import GraphNode
 from rlflow.recipe import Role
 from rlflow.report.console import WIDTH
 from rlflow.report.formats import format_seconds

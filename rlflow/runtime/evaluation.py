@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from rlflow.batch import Pairs, Rewards, Rollouts
-from rlflow.compiler.graph import Graph, GraphNode, accuracy_node, evaluation_nodes
+from rlflow.compiler.graph import Graph, accuracy_node, evaluation_nodes
 from rlflow.compiler.plan import Plan
 from rlflow.data.source import DataSource
+from rlflow.nodes.base import GraphNode
 from rlflow.recipe.evaluation import Evaluation, mean_metric, metric_name, pass_metrics
 from rlflow.runtime.checkpoint import RunProgress
 from rlflow.runtime.graph_runner import GraphRunner

@@ -7,8 +7,9 @@ from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
 from typing import Any
 
-from rlflow.compiler.graph import Graph, GraphNode
+from rlflow.compiler.graph import Graph
 from rlflow.errors import EngineError, NotFiniteError, UserError, below
+from rlflow.nodes.base import GraphNode
 from rlflow.runtime.finite import check_advantages
 from rlflow.runtime.generation.streaming_nodes import StreamingNodes
 from rlflow.runtime.node_state import NodeState

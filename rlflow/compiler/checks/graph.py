@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 
 from rlflow.batch import Metrics, Selection
-from rlflow.compiler.graph import Graph, GraphNode, evaluation_nodes
+from rlflow.compiler.graph import Graph, evaluation_nodes
 from rlflow.engines.base import Sampling
 from rlflow.errors import GraphError, below
+from rlflow.nodes.base import GraphNode
 from rlflow.recipe import Recipe
 
 

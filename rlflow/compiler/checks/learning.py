@@ -1,8 +1,8 @@
 """Rules by which a recipe learns: options that are valid one by one, and together leave nothing to learn."""
 
-from rlflow.compiler.graph import Graph, GraphNode
+from rlflow.compiler.graph import Graph
 from rlflow.errors import GraphError, RecipeError
-from rlflow.nodes.base import NodeView
+from rlflow.nodes.base import GraphNode, NodeView
 from rlflow.recipe import Recipe
 
 

@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 
 from rlflow.batch import Advantages, Divergences, Logprobs, Rewards, Sequences, ValueEstimates
-from rlflow.compiler.graph import SOURCES, Graph, GraphNode
+from rlflow.compiler.graph import SOURCES, Graph
 from rlflow.errors import GraphError
+from rlflow.nodes.base import GraphNode
 from rlflow.recipe import Recipe
 
 _PER_RESPONSE = (Advantages, Divergences, Logprobs, Rewards, Sequences, ValueEstimates)

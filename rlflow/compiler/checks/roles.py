@@ -2,10 +2,11 @@
 
 from collections.abc import Iterable
 
-from rlflow.compiler.graph import Graph, GraphNode
+from rlflow.compiler.graph import Graph
 from rlflow.engines.base import choose_head
 from rlflow.engines.registry import engine_kind, engine_names
 from rlflow.errors import GraphError, RecipeError, did_you_mean
+from rlflow.nodes.base import GraphNode
 from rlflow.recipe import Recipe, Role
 from rlflow.resources.memory.phases import LORA_RANKS
 

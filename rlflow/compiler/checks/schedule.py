@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 
-from rlflow.compiler.graph import SOURCES, Graph, GraphNode, resampled_nodes
+from rlflow.compiler.graph import SOURCES, Graph, resampled_nodes
 from rlflow.engines.registry import engine_kind
 from rlflow.errors import GraphError, RecipeError
+from rlflow.nodes.base import GraphNode
 from rlflow.recipe import Recipe
 
 

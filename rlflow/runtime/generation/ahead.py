@@ -23,9 +23,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlflow.compiler.graph import Graph, GraphNode
+from rlflow.compiler.graph import Graph
 from rlflow.data.source import DataSource
 from rlflow.errors import NotFiniteError, make_printable
+from rlflow.nodes.base import GraphNode
 from rlflow.recipe import Recipe
 from rlflow.runtime.generation.admission import Admission
 from rlflow.runtime.generation.ahead_nodes import AheadNodes, StepOutputs

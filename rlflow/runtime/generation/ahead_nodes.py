@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 
 from rlflow.batch import Batch, Prompts, Rollouts
-from rlflow.compiler.graph import Graph, GraphNode
+from rlflow.compiler.graph import Graph
 from rlflow.data.source import DataSource
 from rlflow.engines.group_progress import GroupProgress
 from rlflow.errors import EngineError, NotFiniteError
+from rlflow.nodes.base import GraphNode
 from rlflow.nodes.generate import Generate
 from rlflow.runtime.generation.dispatcher import LaterSteps
 from rlflow.runtime.generation.resampling import RunGraph

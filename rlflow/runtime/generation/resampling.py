@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from rlflow.batch import Sequences
-from rlflow.compiler.graph import Graph, GraphNode
+from rlflow.compiler.graph import Graph
 from rlflow.data.source import DataSource
+from rlflow.nodes.base import GraphNode
 from rlflow.runtime.objects.store_usage import edge
 
 _STATE = "place.json"

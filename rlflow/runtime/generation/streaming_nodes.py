@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlflow.batch import Batch, Prompts, Rollouts
-from rlflow.compiler.graph import GraphNode
 from rlflow.engines.group_progress import GroupProgress
+from rlflow.nodes.base import GraphNode
 from rlflow.runtime.objects.store import host_of
 
 Ints = NDArray[np.int64]

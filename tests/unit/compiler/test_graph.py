@@ -5,11 +5,10 @@ import pytest
 
 import rlflow
 from rlflow.batch import Advantages, Metrics, Rewards, RolloutAdvantages, Rollouts
-from rlflow.compiler.graph import GraphNode
 from rlflow.compiler.wire import wire
 from rlflow.errors import GraphError, UserError
 from rlflow.nodes.advantages import GroupAdvantage
-from rlflow.nodes.base import KINDS, Node, State
+from rlflow.nodes.base import KINDS, GraphNode, Node, State
 from rlflow.nodes.reward import Reward
 from tests.conftest import CONFIG_DIR
 from tests.helpers import checked_graph, load

@@ -7,11 +7,11 @@ import pytest
 
 import rlflow
 from rlflow.batch import Logprobs, Repeated, Rewards, RolloutAdvantages, Rollouts, TokenAdvantages
-from rlflow.compiler.graph import Graph, GraphNode
+from rlflow.compiler.graph import Graph
 from rlflow.engines.torch import TorchEngine
 from rlflow.errors import EngineError, GraphError
 from rlflow.nodes.advantages import GreedyAdvantage, GroupAdvantage
-from rlflow.nodes.base import Node
+from rlflow.nodes.base import GraphNode, Node
 from rlflow.nodes.policy_update import PolicyUpdate
 from rlflow.recipe import Optimizer
 from rlflow.runtime.graph_runner import GraphRunner

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from rlflow.batch import Logprobs, Rollouts
-from rlflow.compiler.graph import Graph, GraphNode
+from rlflow.compiler.graph import Graph
 from rlflow.engines.fake import FakeEngine
 from rlflow.errors import EngineError
+from rlflow.nodes.base import GraphNode
 from rlflow.nodes.scoring import ScoreLogprobs
 from rlflow.runtime.graph_runner import GraphRunner
 from rlflow.runtime.protocols import Engines

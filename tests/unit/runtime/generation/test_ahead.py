@@ -16,9 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlflow.batch import Prompts, Rollouts
-from rlflow.compiler.graph import Graph, GraphNode
+from rlflow.compiler.graph import Graph
 from rlflow.engines.base import Sampling
 from rlflow.errors import EngineError, NotFiniteError
+from rlflow.nodes.base import GraphNode
 from rlflow.nodes.generate import Generate
 from rlflow.resources.workload import Overlap
 from rlflow.runtime.generation.ahead import AheadGeneration

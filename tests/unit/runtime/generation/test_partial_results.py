@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from rlflow.batch import Divergences, Prompts, Rewards, RolloutAdvantages, Rollouts
-from rlflow.compiler.graph import Graph, GraphNode
+from rlflow.compiler.graph import Graph
 from rlflow.engines.base import Sampling
 from rlflow.engines.group_progress import GroupProgress
 from rlflow.errors import EngineError
 from rlflow.nodes.advantages import GroupAdvantage
-from rlflow.nodes.base import Node
+from rlflow.nodes.base import GraphNode, Node
 from rlflow.nodes.dynamic_sampling import DynamicSampling
 from rlflow.nodes.generate import Generate
 from rlflow.runtime.generation import partial_results as listening

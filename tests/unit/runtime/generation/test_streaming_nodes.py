@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlflow.batch import Rewards, Rollouts
-from rlflow.compiler.graph import Graph, GraphNode
+from rlflow.compiler.graph import Graph
 from rlflow.nodes.advantages import GroupAdvantage, LeaveOneOutAdvantage
-from rlflow.nodes.base import Node
+from rlflow.nodes.base import GraphNode, Node
 from rlflow.nodes.dynamic_sampling import DynamicSampling
 from rlflow.nodes.generate import Generate
 from rlflow.nodes.reward_shaping import KlPenalty, OverlongPenalty
