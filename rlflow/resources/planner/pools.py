@@ -56,6 +56,11 @@ class Pool:
     host_set: HostSet
 
     @property
+    def roles(self) -> tuple[str, ...]:
+        """Return the names of its roles."""
+        return tuple(demand.role for demand in self.demands)
+
+    @property
     def is_shared(self) -> bool:
         """Return whether several roles use the pool."""
         return len(self.demands) > 1

@@ -32,11 +32,18 @@ class PartitionTimes:
         """Return the candidate with these sizes and uses of its pools."""
         return Candidate(self._partition, gpus, tuple(uses), self._scheduler.schedule(self._node_seconds(gpus, uses)))
 
-    def step_seconds(self, sized: Sequence[tuple[tuple[int, ...], Sequence[PoolUse]]]) -> FloatArray:
-        """Return the lengths of the steps with these sizes and uses of the pools."""
-        nodes = self._scheduler.nodes
-        rows = [list(map(self._node_seconds(gpus, uses).__getitem__, nodes)) for gpus, uses in sized]
-        return self._scheduler.step_seconds(np.array(rows).T.reshape(len(nodes), len(sized)))
+    def least_step_seconds(self, seconds: Mapping[str, FloatArray], num_sizes: int) -> FloatArray:
+        """Return bounds of the lengths of steps [S], for bounds of the times of roles' nodes [S].
+
+        All other nodes take no time, and weight syncs stay inside a host.
+        """
+        none = np.zeros(num_sizes)
+        syncs = {
+            sync.node: none + min(self._sync_seconds(sync, gpus, gpus) for gpus in (1, 2))
+            for sync in self._inputs.workload.copies
+        }
+        rows = [{**seconds, **syncs}.get(node, none) for node in self._scheduler.nodes]
+        return self._scheduler.step_seconds(np.array(rows))
 
     def _node_seconds(self, gpus: tuple[int, ...], uses: Sequence[PoolUse]) -> dict[str, float]:
         host, reading = self._seconds_of_data(gpus)

@@ -98,7 +98,7 @@ def _narrowed(candidate: Candidate, cache: PoolCache) -> Candidate | None:
         unit = candidate.uses[index].unit
         if unit == 1:
             break
-        used = cache.ideal(candidate.partition[index], candidate.gpus[index], largest_group=unit - 1)
+        used = cache.with_groups(candidate.partition[index], candidate.gpus[index], unit - 1)
         if isinstance(used, PoolUse) and used.unit < unit:
             uses = (*candidate.uses[:index], used, *candidate.uses[index + 1 :])
             return PartitionTimes(cache.inputs, candidate.partition).candidate(candidate.gpus, uses)

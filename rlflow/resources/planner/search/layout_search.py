@@ -38,6 +38,11 @@ class LayoutSearch:
         self._options = sorted(timed, key=lambda entry: entry[:2])
         self.least_seconds = min(bounds)
         """The least time of all nodes together, with as much memory as the role can use."""
+        fastest = [option.fastest or option for _, _, option in timed]
+        self.least_node_seconds = {
+            task.node: min((option.seconds[task.node] for option in fastest), default=inf) for task in tasks
+        }
+        """The least time of each node; infinite where no degrees fit."""
         self._no_option = Shortage(demand.role, inf, f"its degrees do not fit {pool.shape.num_gpus} GPUs")
         self._best: dict[float, RoleChoice | Shortage] = {}
 

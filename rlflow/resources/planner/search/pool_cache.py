@@ -1,13 +1,12 @@
 """The best uses of the pools that a search meets, each found once."""
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from rlflow.resources.planner.hosts import HostSet
 from rlflow.resources.planner.inputs import PlannerInputs
 from rlflow.resources.planner.pools import Pool, PoolShape, PoolUse, Shortage
-from rlflow.resources.planner.search.pool_search import LayoutSearches, best_use
+from rlflow.resources.planner.search.pool_search import LayoutSearches, best_use, least_seconds
 
 
 class PoolCache:
@@ -19,42 +18,49 @@ class PoolCache:
         self._by_size: dict[tuple[tuple[str, ...], int], PoolUse | Shortage] = {}
         self._searches: dict[object, LayoutSearches] = {}
 
-    def ideal(self, roles: Sequence[str], gpus: int, *, largest_group: int | None = None) -> PoolUse | Shortage:
-        """Return the best use of a pool whose groups lie inside hosts without remainders."""
-        host_set = self.inputs.host_set(roles)
-        if gpus > host_set.num_gpus:
-            return Shortage(roles[0], float(gpus - host_set.num_gpus), f"{gpus} of {host_set.num_gpus} GPUs")
-        largest = min(gpus, host_set.largest_host if largest_group is None else largest_group)
-        return self._use(roles, PoolShape(((gpus, 1),), largest), host_set)
+    def least_seconds(self, roles: tuple[str, ...], gpus: int) -> Mapping[str, float]:
+        """Return times that no node is faster than in any use of a pool."""
+        pool = self._pool(roles, gpus)
+        return least_seconds(pool, self._searches_of(pool))
 
     def use(self, roles: tuple[str, ...], gpus: int) -> PoolUse | Shortage:
-        """Return the best use of a pool; where it has all GPUs of all hosts, with the groups that these really hold."""
+        """Return the best use of a pool."""
         if (roles, gpus) not in self._by_size:
-            host_set = self.inputs.host_set(roles)
-            if len(roles) == len(self.inputs.demands) and gpus == host_set.num_gpus:
-                whole_hosts = _shape([len(host.usable) for host in host_set.hosts])
-                self._by_size[roles, gpus] = self._use(roles, whole_hosts, host_set)
-            else:
-                self._by_size[roles, gpus] = self.ideal(roles, gpus)
+            self._by_size[roles, gpus] = self._use(self._pool(roles, gpus))
         return self._by_size[roles, gpus]
+
+    def with_groups(self, roles: Sequence[str], gpus: int, largest: int) -> PoolUse | Shortage:
+        """Return the best use of a pool without remainders whose groups have at most ``largest`` GPUs."""
+        return self._use(
+            Pool(self.inputs.demands_of(roles), PoolShape(((gpus, 1),), largest), self.inputs.host_set(roles))
+        )
 
     def on_hosts(self, roles: Sequence[str], counts: Sequence[int]) -> PoolUse | Shortage:
         """Return the best use of a pool that has so many GPUs of each of several hosts."""
         host_set = self.inputs.host_set(roles)
         # On a host that it shares with others, only its own GPUs count.
         speed = replace(host_set.speed, gpus_per_host=max(counts))
-        return self._use(roles, _shape(counts), replace(host_set, speed=speed))
+        return self._use(Pool(self.inputs.demands_of(roles), _shape(counts), replace(host_set, speed=speed)))
 
-    def _use(self, roles: Sequence[str], shape: PoolShape, host_set: HostSet) -> PoolUse | Shortage:
-        gpus = (shape, host_set.speed.gpus_per_host)
-        if (key := (tuple(roles), gpus)) not in self._uses:
-            pool = Pool(self.inputs.demands_of(roles), shape, host_set)
-            # A role's layouts are the same beside any roles with equal labels.
-            searches = self._searches.setdefault(
-                (self.inputs.labels(roles), gpus), LayoutSearches(self.inputs.workload)
-            )
-            self._uses[key] = best_use(pool, self.inputs.workload, searches)
+    def _pool(self, roles: tuple[str, ...], gpus: int) -> Pool:
+        """Return a pool without remainders, but with the groups that hosts really hold if it has all GPUs of all."""
+        host_set = self.inputs.host_set(roles)
+        if len(roles) == len(self.inputs.demands) and gpus == host_set.num_gpus:
+            shape = _shape([len(host.usable) for host in host_set.hosts])
+        else:
+            shape = PoolShape(((gpus, 1),), min(gpus, host_set.largest_host))
+        return Pool(self.inputs.demands_of(roles), shape, host_set)
+
+    def _use(self, pool: Pool) -> PoolUse | Shortage:
+        key = (pool.roles, pool.shape, pool.host_set.speed.gpus_per_host)
+        if key not in self._uses:
+            self._uses[key] = best_use(pool, self.inputs.workload, self._searches_of(pool))
         return self._uses[key]
+
+    def _searches_of(self, pool: Pool) -> LayoutSearches:
+        """Return the layout searches of a pool's roles, which are the same beside any roles with equal labels."""
+        key = (self.inputs.labels(pool.roles), pool.shape, pool.host_set.speed.gpus_per_host)
+        return self._searches.setdefault(key, LayoutSearches(self.inputs.workload))
 
 
 def _shape(counts: Collection[int]) -> PoolShape:

@@ -36,6 +36,17 @@ class LayoutSearches:
         return self._by_policy[*role, policy]
 
 
+def least_seconds(pool: Pool, searches: LayoutSearches) -> Mapping[str, float]:
+    """Return times that no node is faster than in any use of a pool: those with nothing offloaded or asleep."""
+    seconds: dict[str, float] = {}
+    for policy in _policies(pool, "none"):
+        if not policy.sleeps:
+            for demand in pool.demands:
+                for node, least in searches.of(demand, policy, pool).least_node_seconds.items():
+                    seconds[node] = min(least, seconds.get(node, inf))
+    return seconds
+
+
 def best_use(pool: Pool, workload: Workload, searches: LayoutSearches) -> PoolUse | Shortage:
     """Return the fastest way in which all roles of a pool fit together, or the shortage of the nearest one.
 

@@ -103,9 +103,8 @@ class Search:
 
     def _fastest_first(self, partition: Partition) -> Iterator[Candidate]:
         search = PartitionSearch(partition, self.pools)
-        candidates = search.fastest_first()
+        yield from search.fastest_first()
         self.rejected += search.rejected
-        return candidates
 
     def _chosen(self, placed: Sequence[tuple[int, PlacedCandidate]]) -> tuple[int, PlacedCandidate]:
         """Return the fastest of the safest candidates, with its number."""
