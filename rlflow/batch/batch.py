@@ -178,7 +178,7 @@ class Rewards(Batch):
     def mean(self) -> float:
         """Return the mean over the samples that have a reward. Raise EngineError without any, or with infinite ones."""
         if np.isnan(self.values).all():
-            why = next(iter(self.failures()), "their inputs have none")
+            why = next(iter(self.failures()), "their inputs have none, or no function returned one")
             raise EngineError(f"rewards: none of {len(self)} responses has one: {why}.")
         if infinite := int(np.isinf(self.values).sum()):
             raise NotFiniteError(f"rewards: {infinite} of {len(self)} are infinite.")

@@ -20,6 +20,7 @@ from rlflow.errors import RecipeError, first_line
 from rlflow.plugins import load_object
 from rlflow.recipe import Data
 from rlflow.recipe.evaluation import Evaluation
+from rlflow.rewards.styles import RENDERED_PROMPT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -55,6 +56,8 @@ class DataSource:
     """The step that the run resumed at, and the rows used before it, in case ``batch_size`` was changed."""
     tokenizer: "PreTrainedTokenizerBase | None" = None
     """The tokenizer of all ids, which ``texts`` needs."""
+    renders_prompts: bool = False
+    """Rows of prompts have the text that the model reads as a column."""
 
     def prompts(self, step: int) -> Prompts:
         """Return ``batch_size`` prompts for ``step``, counted from 0."""
@@ -100,7 +103,7 @@ class DataSource:
         """Return all held-out prompts of an evaluation set, in the order of the data set."""
         held_out = self.held_out[evaluation_set]
         assert isinstance(held_out, Prompts)
-        return held_out
+        return self._rendered(held_out)
 
     def held_out_pairs(self, evaluation_set: str = "") -> Pairs:
         """Return all held-out pairs of an evaluation set, in the order of the data set."""
@@ -121,7 +124,16 @@ class DataSource:
 
     def _prompts_at(self, keys: NDArray[np.int64], positions: NDArray[np.int64]) -> Prompts:
         rows = self._rows_at(positions)
-        return Prompts(keys=keys, ids=self.prompt_ids.take(rows), rows=tuple(self.rows[int(row)] for row in rows))
+        chosen = tuple(self.rows[int(row)] for row in rows)
+        return self._rendered(Prompts(keys=keys, ids=self.prompt_ids.take(rows), rows=chosen))
+
+    def _rendered(self, prompts: Prompts) -> Prompts:
+        if not self.renders_prompts:
+            return prompts
+        assert self.tokenizer is not None
+        texts = [self.tokenizer.decode(prompts.ids[row].tolist()) for row in range(len(prompts))]
+        rows = tuple({**row, RENDERED_PROMPT: text} for row, text in zip(prompts.rows, texts, strict=True))
+        return replace(prompts, rows=rows)
 
     def _rows_at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         epochs = positions // len(self.rows)

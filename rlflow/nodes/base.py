@@ -177,6 +177,11 @@ class Node(Section):
         """Return whether consumers may start with single responses, because the engine's output is the node's own."""
         return False
 
+    @property
+    def reads_rendered_prompts(self) -> bool:
+        """Return whether rows need the text of their prompt as the model reads it."""
+        return False
+
     def new_state(self) -> State | None:
         """Return the state at the start of a run; None without one. By default a state needs no arguments."""
         kind = self.from_runtime().get("state")

@@ -3,8 +3,8 @@
 Shapes: B rollouts.
 """
 
-from collections.abc import Mapping
-from concurrent.futures import as_completed
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, as_completed
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -17,9 +17,10 @@ from rlflow.errors import EngineError, GraphError, RecipeError, below
 from rlflow.nodes.base import Formula, Node, NodeView
 from rlflow.nodes.expressions import times
 from rlflow.nodes.scoring import REWARD_HEADLINE
-from rlflow.rewards.base import MAX_FLOAT32, Failure, Outcome
+from rlflow.rewards.base import MAX_FLOAT32, Failure, Outcome, Scored
 from rlflow.rewards.callables import RewardTerm
 from rlflow.rewards.pool import ProcessPool
+from rlflow.rewards.styles import STYLES, Response
 
 # The rewards of a sum whose weights are all smaller are rounding errors beside an advantage's own epsilon.
 _LEAST_WEIGHT = 1e-9
@@ -30,19 +31,27 @@ class SummedRewards(Rewards):
     """Weighted sums of the results of several functions, the parts."""
 
     parts: Mapping[str, NDArray[np.float32]]
-    """[B] each, before its weight; NaN where the function failed."""
+    """[B] each, before its weight; NaN where the function failed or has nothing to say."""
+    details: Sequence[Mapping[str, float]]
+    """[B], further numbers that functions returned, as FUNCTION/NAME."""
     reasons: NDArray[np.str_]
     """[B], why a function failed, whatever reward the response has; empty where none failed."""
 
     def metrics(self) -> Mapping[str, float]:
         """Return the metrics of all rewards, the share of responses with a failure, and the mean of each part.
 
-        A single part is the sum itself, and a part that failed everywhere has no mean.
+        A single part is the sum itself, and a part that failed everywhere has no mean. Further numbers are averaged
+        over the responses that have them.
         """
+        details: dict[str, list[float]] = {}
+        for numbers in self.details:
+            for name, number in numbers.items():
+                details.setdefault(name, []).append(number)
         metrics = {**super().metrics(), "failed": float(np.mean(self.reasons != ""))}
         parts = self.parts if len(self.parts) > 1 else {}
         known = {part: values for part, values in parts.items() if np.isfinite(values).any()}
-        return metrics | {f"{part}/mean": known_mean(values) for part, values in known.items()}
+        means = {f"{part}/mean": known_mean(values) for part, values in known.items()}
+        return {name: float(np.mean(numbers)) for name, numbers in details.items()} | metrics | means
 
     def failures(self) -> Mapping[str, int]:
         """Return why functions failed."""
@@ -97,35 +106,69 @@ class Reward(Node, kind="reward", unit="sample"):
     def check_host(self) -> None:
         ProcessPool(self.terms).stop()
 
+    @property
+    def reads_rendered_prompts(self) -> bool:
+        return any(term.style != "rlflow" and STYLES[term.style].reads_rendered_prompts for term in self.terms.values())
+
     def formula(self, symbols: Mapping[str, str]) -> Formula:
         parts = (times(part.weight, name) for name, part in self.terms.items() if part.weight)
         return Formula(symbol="r", expression=" + ".join(parts) or "0")
 
     def run(self, rollouts: Rollouts) -> Rewards:
         parts = {name: np.full(len(rollouts), np.nan, np.float32) for name in self.terms}
+        is_silent = {name: np.zeros(len(rollouts), np.bool_) for name in self.terms}
+        details: list[dict[str, float]] = [{} for _ in range(len(rollouts))]
         reasons = rollouts.reasons.tolist() if isinstance(rollouts, Conversations) else [""] * len(rollouts)
-        rows = np.flatnonzero(~rollouts.failed).tolist()
-        all_texts, all_rows = tuple(rollouts.texts), tuple(rollouts.rows)
-        texts, data_rows = [all_texts[row] for row in rows], [all_rows[row] for row in rows]
-        places = {
-            future: (name, row)
-            for name in self.terms
-            for row, future in zip(rows, self._pool.submit(name, texts, data_rows), strict=True)
-        }
+        places = self._submit(rollouts)
         try:
             for future in as_completed(places):
-                (name, row), result = places[future], future.result()
-                if failure := self._failure(name, result):
-                    reasons[row] = f"'{name}' {failure.reason}"
-                    result = self._value_of_failure(name, failure)
-                parts[name][row] = result
+                (name, row), outcome = places[future], future.result()
+                if isinstance(outcome, Scored):
+                    short_name = name.rpartition(":")[2]
+                    details[row] |= {f"{short_name}/{key}": number for key, number in outcome.metrics.items()}
+                    outcome = outcome.reward
+                if outcome is None:
+                    is_silent[name][row] = True
+                    continue
+                outcome = self._within_float32(name, outcome)
+                if isinstance(outcome, Failure):
+                    reasons[row] = f"'{name}' {outcome.reason}"
+                    outcome = self._value_of_failure(name, outcome)
+                parts[name][row] = outcome
         finally:
             for future in places:
                 future.cancel()
-        values = np.zeros(len(rollouts), np.float64)
-        for name, part in self.terms.items():
-            values += part.weight * parts[name].astype(np.float64) if part.weight else 0
-        return SummedRewards(values=values.astype(np.float32), parts=parts, reasons=np.array(reasons))
+        return SummedRewards(
+            values=self._sum(parts, is_silent), parts=parts, details=tuple(details), reasons=np.array(reasons)
+        )
+
+    def _submit(self, rollouts: Rollouts) -> "Mapping[Future[Outcome], tuple[str, int]]":
+        """Call all functions about the rollouts that have not failed; return the term and the row of each future."""
+        rows = np.flatnonzero(~rollouts.failed).tolist()
+        all_texts, all_rows = tuple(rollouts.texts), tuple(rollouts.rows)
+        texts, data_rows = [all_texts[row] for row in rows], [all_rows[row] for row in rows]
+        responses = [
+            Response(all_rows[row], rollouts.response_ids[row].tolist(), "stop" if rollouts.finished[row] else "length")
+            for row in (rows if any(loaded.reads_tokens for loaded in self._pool.callables.values()) else ())
+        ]
+        return {
+            future: (name, row)
+            for name, loaded in self._pool.callables.items()
+            for row, future in zip(
+                rows, self._pool.submit(name, texts, responses if loaded.reads_tokens else data_rows), strict=True
+            )
+        }
+
+    def _sum(
+        self, parts: Mapping[str, NDArray[np.float32]], is_silent: Mapping[str, NDArray[np.bool_]]
+    ) -> NDArray[np.float32]:
+        """Return the weighted sums of what functions said; NaN where one failed, or none that counts said anything."""
+        counted = {name: part.weight for name, part in self.terms.items() if part.weight}
+        values = np.zeros(len(next(iter(parts.values()))), np.float64)
+        for name, weight in counted.items():
+            values += np.where(is_silent[name], 0, weight * parts[name].astype(np.float64))
+        values[np.all([is_silent[name] for name in counted], axis=0)] = np.nan
+        return values.astype(np.float32)
 
     def __getstate__(self) -> Mapping[str, Any]:
         """Leave out the worker processes, which every process starts for itself."""
@@ -141,15 +184,12 @@ class Reward(Node, kind="reward", unit="sample"):
         """Start worker processes, which live as long as this node is used."""
         return ProcessPool(self.terms)
 
-    def _failure(self, name: str, result: Outcome) -> Failure | None:
-        part = self.terms[name]
-        if isinstance(result, Failure):
-            return result
-        if self._fits(part, result):
-            return None
-        return Failure(
-            "invalid", f"returned {result:g}, too large for a sum in float32 with a weight of {part.weight:g}"
-        )
+    def _within_float32(self, name: str, outcome: float | Failure) -> float | Failure:
+        term = self.terms[name]
+        if isinstance(outcome, Failure) or self._fits(term, outcome):
+            return outcome
+        fact = f"returned {outcome:g}, too large for a sum in float32 with a weight of {term.weight:g}"
+        return Failure("invalid", fact)
 
     def _fits(self, part: RewardTerm, value: float) -> bool:
         """Return whether the sum of all parts is finite in float32 if no weighted value is larger than this one."""
@@ -168,6 +208,6 @@ class Reward(Node, kind="reward", unit="sample"):
             exclude = "on_failure: exclude, which leaves out responses to such rows"
             raise RecipeError(path, fact, fix=f"correct the row or remove it from the data, or {exclude}")
         if failure.kind in ("raised", "invalid"):
-            contract = "it is called with texts of responses and rows of the data set, and returns a number for each"
+            contract = "it returns a number for each response, None to leave it out, or a dictionary with its score"
             raise RecipeError(path, fact, fix=contract)
         raise EngineError(f"reward {fact}. With on_failure: exclude under functions, such responses are left out.")

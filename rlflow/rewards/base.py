@@ -37,7 +37,16 @@ class Failure:
         object.__setattr__(self, "reason", self.reason[:_MAX_REASON_LENGTH])
 
 
-Outcome = float | Failure
+@dataclass(frozen=True)
+class Scored:
+    """A reward with further numbers about the response, which become metrics."""
+
+    reward: float | None
+    metrics: Mapping[str, float]
+
+
+Outcome = float | None | Scored | Failure
+"""A reward, None where a function has nothing to say about a response, or why there is no reward."""
 
 RewardFunction = Callable[[Sequence[str], Sequence[Row]], Sequence[Outcome]]
 """Maps the texts of some responses and their rows to as many outcomes. The outcome of a response must not depend on
@@ -60,7 +69,22 @@ def batched(size: int) -> Callable[[F], F]:
 
 
 def to_outcome(value: Any, text: str) -> Outcome:
-    """Convert the value that a function returned for the response ``text`` to a finite number or a Failure."""
+    """Convert the value that a function returned for the response ``text`` to an outcome with finite numbers.
+
+    A dictionary has a ``score``. Its other values are metrics if they are finite numbers.
+    """
+    if not isinstance(value, Mapping):
+        return None if value is None else _to_number(value, text)
+    if "score" not in value:
+        return Failure("invalid", f"returned a dictionary without 'score' ({', '.join(map(str, value))[:80]})")
+    score = None if value["score"] is None else _to_number(value["score"], text)
+    if isinstance(score, Failure):
+        return score
+    numbers = {str(name): _to_number(number, text) for name, number in value.items() if name != "score"}
+    return Scored(score, {name: number for name, number in numbers.items() if isinstance(number, float)})
+
+
+def _to_number(value: Any, text: str) -> float | Failure:
     if isinstance(value, Failure):
         return value
     if isinstance(value, str | bytes | bytearray):
@@ -83,11 +107,14 @@ class LoadedCallable:
     """A function that the workers of a pool can call, with its batch size and time limit."""
 
     call: Callable[[Sequence[str], Sequence[Any]], Iterable[Any]]
-    """A RewardFunction, or a function that takes steps of an environment."""
+    """A RewardFunction, one that takes a Response in the place of each row, or one that takes steps of an
+    environment."""
     batch_size: int
     """Responses in one call."""
     timeout_s: float
     """Seconds that one call may take."""
+    reads_tokens: bool = False
+    """The function takes responses in the place of rows."""
     enforces_timeout: bool = False
     """The function receives its timeout and keeps it itself. A batch that takes too long anyway fails as a whole:
     calling it again with single responses would not help."""

@@ -4,10 +4,11 @@
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, make_dataclass
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from annotated_types import Ge, Le
 
@@ -15,11 +16,16 @@ from rlflow.errors import RecipeError, first_line
 from rlflow.extras import check_extra
 from rlflow.plugins import builtin_module, load_object
 from rlflow.rewards import functions
-from rlflow.rewards.base import LoadedCallable, no_preparation
+from rlflow.rewards.base import LoadedCallable, Row, no_preparation
+from rlflow.rewards.styles import STYLES, Response, StyleName, await_all, check_own_style, check_style, with_accepted
 from rlflow.schema import Seconds, Section, parse
 
 # A function with this parameter receives its time limit. It comes from the recipe's term, not from the options.
 _TIMEOUT = "timeout_s"
+# A function with one of these receives it for each response.
+_OF_RESPONSES = {"token_ids": "token_ids", "finish_reasons": "finish_reason"}
+# Responses in one call of an async function, which is likely to wait for a service.
+_ASYNC_BATCH_SIZE = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +38,9 @@ class RewardTerm(Section):
     weight: Annotated[float, Ge(-1e6), Le(1e6)] = 1.0
     """The term's factor in the sum. A term with weight 0 is only a metric."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """The function's keyword-only parameters."""
+    """The function's keyword-only parameters; with another style any that the library does not pass."""
+    style: StyleName = "rlflow"
+    """The library that the function was written for, which decides how it is called."""
     timeout_s: Seconds = 10.0
     """Seconds that one call may take."""
     on_failure: Literal["stop", "exclude"] | float = "stop"
@@ -40,28 +48,73 @@ class RewardTerm(Section):
 
     def load(self, name: str) -> LoadedCallable:
         """Load the function. Raises RecipeError with a path relative to this term."""
+        if self.style != "rlflow":
+            return _load_of_style(self.function or name, self.style, self.options, self.timeout_s)
         return load_reward(self.function or name, self.options, self.timeout_s)
 
 
 def load_reward(name: str, options: Mapping[str, Any], timeout_s: float) -> LoadedCallable:
-    """Load a reward function with its options.
+    """Load a reward function of rlflow's own style with its options.
 
     ``name`` is a file of rlflow.rewards.functions, or ``package.module:function``. Raises RecipeError at the paths
     ``function`` and ``options``.
     """
     module = None
     if ":" in name:
-        function = load_object(name, "function")
+        function = _load_function(name)
     else:
         module = builtin_module(functions, name, "function", "reward")
         if hasattr(module, "EXTRA"):
             check_extra(module.EXTRA, "function", f"reward '{name}'")
         function = module.reward
-    if not callable(function):
-        raise RecipeError("function", f"'{name}' is not a function", fix="write package.module:function")
-    try:
+    with _readable(name):
+        check_own_style(name, function)
         parameters = _option_parameters(function)
         arguments = vars(parse(_options_section(parameters), options, "options"))
+    if check := getattr(module, "check", None):
+        check(**arguments)
+    prepare = getattr(module, "prepare", no_preparation)
+    prepare = partial(prepare, **{option: arguments[option] for option in _option_parameters(prepare)})
+    enforces_timeout = _TIMEOUT in parameters
+    if enforces_timeout:
+        arguments[_TIMEOUT] = timeout_s
+    asked = {option: field for option, field in _OF_RESPONSES.items() if option in parameters}
+    function_with_options = partial(function, **arguments)
+    return LoadedCallable(
+        partial(_call_with_responses, function_with_options, asked)
+        if asked
+        else partial(_call_with_rows, function_with_options),
+        _batch_size(function),
+        timeout_s,
+        reads_tokens=bool(asked),
+        enforces_timeout=enforces_timeout,
+        prepare=prepare,
+    )
+
+
+def _load_of_style(name: str, style_name: StyleName, options: Mapping[str, Any], timeout_s: float) -> LoadedCallable:
+    """Load a function that was written for another library."""
+    if ":" not in name:
+        raise RecipeError("style", f"'{name}' is a reward of rlflow", fix="remove style")
+    style, function = STYLES[style_name], _load_function(name)
+    with _readable(name):
+        check_style(name, function, style, options)
+        call = partial(style.call, with_accepted(function, options))
+    return LoadedCallable(call, _batch_size(function), timeout_s, reads_tokens=True)
+
+
+def _load_function(name: str) -> Callable[..., Any]:
+    function = load_object(name, "function")
+    if not callable(function):
+        raise RecipeError("function", f"'{name}' is not a function", fix="write package.module:function")
+    return cast(Callable[..., Any], function)
+
+
+@contextmanager
+def _readable(name: str) -> Iterator[None]:
+    """Turn any error that a function's parameters raise into a RecipeError."""
+    try:
+        yield
     except RecipeError:
         raise
     except Exception as error:  # inspect, dataclasses and pydantic raise many errors for a user's annotations
@@ -70,15 +123,25 @@ def load_reward(name: str, options: Mapping[str, Any], timeout_s: float) -> Load
             f"the options of '{name}' cannot be read ({first_line(error)})",
             fix="annotate its keyword-only parameters with types that a recipe can hold",
         ) from None
-    if check := getattr(module, "check", None):
-        check(**arguments)
-    prepare = getattr(module, "prepare", no_preparation)
-    prepare = partial(prepare, **{option: arguments[option] for option in _option_parameters(prepare)})
-    enforces_timeout = _TIMEOUT in parameters
-    if enforces_timeout:
-        arguments[_TIMEOUT] = timeout_s
-    call = partial(function, **arguments)
-    return LoadedCallable(call, getattr(function, "batch_size", 1), timeout_s, enforces_timeout, prepare)
+
+
+def _batch_size(function: Callable[..., Any]) -> int:
+    default = _ASYNC_BATCH_SIZE if inspect.iscoroutinefunction(function) else 1
+    return getattr(function, "batch_size", default)
+
+
+def _call_with_rows(function: Callable[..., Any], texts: Sequence[str], rows: Sequence[Row]) -> Iterable[Any]:
+    values: Iterable[Any]
+    [values] = await_all([function(texts, rows)])
+    return values
+
+
+def _call_with_responses(
+    function: Callable[..., Any], asked: Mapping[str, str], texts: Sequence[str], responses: Sequence[Response]
+) -> Iterable[Any]:
+    """Call the function with rows, and with the field of responses that each of its parameters asks for."""
+    lists = {option: [getattr(response, field) for response in responses] for option, field in asked.items()}
+    return _call_with_rows(partial(function, **lists), texts, [response.row for response in responses])
 
 
 def _option_parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
@@ -91,7 +154,7 @@ def _options_section(parameters: Mapping[str, inspect.Parameter]) -> type[Sectio
     """Build a section of the recipe from parameters, so that options are checked like every other key."""
     fields: list[Any] = []
     for option, parameter in parameters.items():
-        if option == _TIMEOUT:
+        if option == _TIMEOUT or option in _OF_RESPONSES:
             continue
         annotation = Any if parameter.annotation is inspect.Parameter.empty else parameter.annotation
         is_required = parameter.default is inspect.Parameter.empty

@@ -89,4 +89,5 @@ def open_data(
         edge=edge,
     )
     check_examples(plan, data)
-    return replace(data, resumed_at=(progress.step, progress.rows))
+    renders_prompts = any(node.operation.reads_rendered_prompts for node in graph.nodes)
+    return replace(data, resumed_at=(progress.step, progress.rows), renders_prompts=renders_prompts)

@@ -1,5 +1,6 @@
 """Rows whose prompts are lists of messages."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,11 @@ def test_the_prompt_ends_before_the_answer(
 def test_rewards_do_not_read_the_answer_in_the_prompt(tmp_path: Path) -> None:
     source = opened(tmp_path, [{"messages": [USER, ASSISTANT]}], edge="prompts")
     assert source.prompts(0).rows[0]["prompt"] == [USER]
+
+
+def test_rewards_may_read_the_prompt_as_the_model_does(tmp_path: Path) -> None:
+    source = replace(opened(tmp_path, [{"prompt": [USER]}], edge="prompts"), renders_prompts=True)
+    assert source.prompts(0).rows == ({"prompt": [USER], "rendered_prompt": "41+1+="},)
 
 
 @pytest.mark.parametrize(
