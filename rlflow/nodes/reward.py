@@ -20,7 +20,7 @@ from rlflow.nodes.scoring import REWARD_HEADLINE
 from rlflow.rewards.base import MAX_FLOAT32, Failure, Outcome, Scored
 from rlflow.rewards.callables import RewardTerm
 from rlflow.rewards.pool import ProcessPool
-from rlflow.rewards.styles import STYLES, Response
+from rlflow.rewards.styles import STYLES, JudgedResponse
 
 # The rewards of a sum whose weights are all smaller are rounding errors beside an advantage's own epsilon.
 _LEAST_WEIGHT = 1e-9
@@ -148,7 +148,9 @@ class Reward(Node, kind="reward", unit="sample"):
         all_texts, all_rows = tuple(rollouts.texts), tuple(rollouts.rows)
         texts, data_rows = [all_texts[row] for row in rows], [all_rows[row] for row in rows]
         responses = [
-            Response(all_rows[row], rollouts.response_ids[row].tolist(), "stop" if rollouts.finished[row] else "length")
+            JudgedResponse(
+                all_rows[row], rollouts.response_ids[row].tolist(), "stop" if rollouts.finished[row] else "length"
+            )
             for row in (rows if any(loaded.reads_tokens for loaded in self._pool.callables.values()) else ())
         ]
         return {

@@ -107,7 +107,7 @@ class LoadedCallable:
     """A function that the workers of a pool can call, with its batch size and time limit."""
 
     call: Callable[[Sequence[str], Sequence[Any]], Iterable[Any]]
-    """A RewardFunction, one that takes a Response in the place of each row, or one that takes steps of an
+    """A RewardFunction, one that takes a JudgedResponse in the place of each row, or one that takes steps of an
     environment."""
     batch_size: int
     """Responses in one call."""

@@ -17,7 +17,15 @@ from rlflow.extras import check_extra
 from rlflow.plugins import builtin_module, load_object
 from rlflow.rewards import functions
 from rlflow.rewards.base import LoadedCallable, Row, no_preparation
-from rlflow.rewards.styles import STYLES, Response, StyleName, await_all, check_own_style, check_style, with_accepted
+from rlflow.rewards.styles import (
+    STYLES,
+    JudgedResponse,
+    StyleName,
+    await_all,
+    check_own_style,
+    check_style,
+    with_accepted,
+)
 from rlflow.schema import Seconds, Section, parse
 
 # A function with this parameter receives its time limit. It comes from the recipe's term, not from the options.
@@ -137,7 +145,7 @@ def _call_with_rows(function: Callable[..., Any], texts: Sequence[str], rows: Se
 
 
 def _call_with_responses(
-    function: Callable[..., Any], asked: Mapping[str, str], texts: Sequence[str], responses: Sequence[Response]
+    function: Callable[..., Any], asked: Mapping[str, str], texts: Sequence[str], responses: Sequence[JudgedResponse]
 ) -> Iterable[Any]:
     """Call the function with rows, and with the field of responses that each of its parameters asks for."""
     lists = {option: [getattr(response, field) for response in responses] for option, field in asked.items()}

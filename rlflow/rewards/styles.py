@@ -24,8 +24,8 @@ StyleName = Literal["rlflow", "trl", "verl", "verl_batch", "openrlhf"]
 
 
 @dataclass(frozen=True)
-class Response:
-    """What a function may ask about a response besides its text."""
+class JudgedResponse:
+    """A response with everything that a function may ask about it besides its text."""
 
     row: Row
     token_ids: list[int]
@@ -34,7 +34,7 @@ class Response:
     """``length`` if the response was cut at its limit."""
 
 
-Responses = Sequence[Response]
+JudgedResponses = Sequence[JudgedResponse]
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Style:
     """Parameters of which a function of this library has at least one."""
     passed: frozenset[str]
     """The arguments of every call, of which a function receives those that it has parameters for."""
-    call: Callable[[Callable[..., Any], Sequence[str], Responses], Sequence[Any]]
+    call: Callable[[Callable[..., Any], Sequence[str], JudgedResponses], Sequence[Any]]
     """Calls a function about responses, and returns a value for each."""
     passes_columns: bool = False
     """Columns of the data set are arguments, too."""
@@ -136,7 +136,7 @@ def _shown(function: Callable[..., Any]) -> str:
     return f"({', '.join(stars.get(parameter.kind, '') + parameter.name for parameter in parameters)})"
 
 
-def _call_trl(function: Callable[..., Any], texts: Sequence[str], responses: Responses) -> Sequence[Any]:
+def _call_trl(function: Callable[..., Any], texts: Sequence[str], responses: JudgedResponses) -> Sequence[Any]:
     """Pass lists: prompts and completions, which are messages in conversations, and every column."""
     rows = [response.row for response in responses]
     columns = {name: [row.get(name) for row in rows] for row in rows for name in row if name not in _NOT_COLUMNS}
@@ -158,7 +158,7 @@ def _completion(text: str, row: Row) -> Any:
     return [{"role": "assistant", "content": text}] if isinstance(row.get("prompt"), list) else text
 
 
-def _call_verl(function: Callable[..., Any], texts: Sequence[str], responses: Responses) -> Sequence[Any]:
+def _call_verl(function: Callable[..., Any], texts: Sequence[str], responses: JudgedResponses) -> Sequence[Any]:
     """Call the function once for each response."""
     return await_all(
         [
@@ -168,7 +168,7 @@ def _call_verl(function: Callable[..., Any], texts: Sequence[str], responses: Re
     )
 
 
-def _call_verl_batch(function: Callable[..., Any], texts: Sequence[str], responses: Responses) -> Sequence[Any]:
+def _call_verl_batch(function: Callable[..., Any], texts: Sequence[str], responses: JudgedResponses) -> Sequence[Any]:
     """Pass lists, as the reward manager ``batch`` does."""
     arguments = [_verl_arguments(response.row) for response in responses]
     lists = {f"{name}s": [each[name] for each in arguments] for name in arguments[0]}
@@ -191,7 +191,7 @@ def ground_truth(row: Row) -> Any:
     return next((value for value in (row.get("ground_truth"), in_verl) if value is not None), row.get("answer"))
 
 
-def _call_openrlhf(function: Callable[..., Any], texts: Sequence[str], responses: Responses) -> Sequence[Any]:
+def _call_openrlhf(function: Callable[..., Any], texts: Sequence[str], responses: JudgedResponses) -> Sequence[Any]:
     """Pass lists of prompts, of prompts with their responses, and of labels."""
     prompts = [response.row[RENDERED_PROMPT] for response in responses]
     queries = [prompt + text for prompt, text in zip(prompts, texts, strict=True)]
@@ -211,7 +211,7 @@ def _numbers(values: Any) -> Any:
     return np.asarray(values, np.float64).ravel()
 
 
-# What TRL does not pass as a column, and what only TRL has.
+# Columns that TRL does not pass, and arguments that only TRL has.
 _NOT_COLUMNS = frozenset({"prompt", "completion", "completion_ids"})
 _ONLY_TRL = frozenset({"trainer_state", "environments"})
 

@@ -133,7 +133,7 @@ def own_dictionary(texts, rows):  # type: ignore[no-untyped-def]
     return [{"score": len(text), "words": 1, "is_number": text.isdigit(), "text": text} for text in texts]
 
 
-# What is refused.
+# Functions that are refused.
 def wrong_names(answers, questions):  # type: ignore[no-untyped-def]
     return [1.0 for _ in answers]
 

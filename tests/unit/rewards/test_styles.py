@@ -15,7 +15,7 @@ from rlflow.nodes.reward import Reward, SummedRewards
 from rlflow.rewards.base import Failure, Scored
 from rlflow.rewards.callables import RewardTerm
 from rlflow.rewards.fork_server import _call_batch
-from rlflow.rewards.styles import Response
+from rlflow.rewards.styles import JudgedResponse
 from rlflow.runtime.step import metrics_of
 from tests.helpers import rollouts, sequences
 from tests.unit.rewards import library_functions as functions
@@ -39,7 +39,7 @@ def term(function: Callable[..., Any] | object, **fields: Any) -> RewardTerm:
 def outcomes(term: RewardTerm, rows: Sequence[Mapping[str, Any]], texts: Sequence[str] = ("4", "12")) -> list[Any]:
     """Return what a worker of a pool answers."""
     loaded = term.load("reward")
-    responses = [Response(row, [5, 6, 7][: 3 - place], "stop") for place, row in enumerate(rows)]
+    responses = [JudgedResponse(row, [5, 6, 7][: 3 - place], "stop") for place, row in enumerate(rows)]
     answer = _call_batch(loaded, texts, responses if loaded.reads_tokens else rows)
     assert isinstance(answer, list), answer
     return answer
