@@ -5,9 +5,9 @@ Shapes: B rollouts.
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,10 +32,22 @@ class SummedRewards(Rewards):
 
     parts: Mapping[str, NDArray[np.float32]]
     """[B] each, before its weight; NaN where the function failed or has nothing to say."""
-    details: Sequence[Mapping[str, float]]
-    """[B], further numbers that functions returned, as FUNCTION/NAME."""
+    details: Mapping[str, NDArray[np.float32]]
+    """[B] each, the further numbers that functions returned, as FUNCTION/NAME; NaN where there is none."""
     reasons: NDArray[np.str_]
     """[B], why a function failed, whatever reward the response has; empty where none failed."""
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[Self]) -> Self:
+        """Return all rows of the parts in order; a part may lack numbers that another one has."""
+        names = {name for part in parts for name in part.details}
+        missing = [np.full(len(part), np.nan, np.float32) for part in parts]
+        return super().concatenate(
+            [
+                replace(part, details={name: part.details.get(name, none) for name in names})
+                for part, none in zip(parts, missing, strict=True)
+            ]
+        )
 
     def metrics(self) -> Mapping[str, float]:
         """Return the metrics of all rewards, the share of responses with a failure, and the mean of each part.
@@ -43,15 +55,11 @@ class SummedRewards(Rewards):
         A single part is the sum itself, and a part that failed everywhere has no mean. Further numbers are averaged
         over the responses that have them.
         """
-        details: dict[str, list[float]] = {}
-        for numbers in self.details:
-            for name, number in numbers.items():
-                details.setdefault(name, []).append(number)
-        metrics = {**super().metrics(), "failed": float(np.mean(self.reasons != ""))}
-        parts = self.parts if len(self.parts) > 1 else {}
-        known = {part: values for part, values in parts.items() if np.isfinite(values).any()}
-        means = {f"{part}/mean": known_mean(values) for part, values in known.items()}
-        return {name: float(np.mean(numbers)) for name, numbers in details.items()} | metrics | means
+        means = {f"{part}/mean": values for part, values in self.parts.items()} if len(self.parts) > 1 else {}
+        averaged = {
+            name: known_mean(values) for name, values in {**self.details, **means}.items() if np.isfinite(values).any()
+        }
+        return {**averaged, **super().metrics(), "failed": float(np.mean(self.reasons != ""))}
 
     def failures(self) -> Mapping[str, int]:
         """Return why functions failed."""
@@ -117,15 +125,16 @@ class Reward(Node, kind="reward", unit="sample"):
     def run(self, rollouts: Rollouts) -> Rewards:
         parts = {name: np.full(len(rollouts), np.nan, np.float32) for name in self.terms}
         is_silent = {name: np.zeros(len(rollouts), np.bool_) for name in self.terms}
-        details: list[dict[str, float]] = [{} for _ in range(len(rollouts))]
+        details: dict[str, NDArray[np.float32]] = {}
         reasons = rollouts.reasons.tolist() if isinstance(rollouts, Conversations) else [""] * len(rollouts)
         places = self._submit(rollouts)
         try:
             for future in as_completed(places):
                 (name, row), outcome = places[future], future.result()
                 if isinstance(outcome, Scored):
-                    short_name = name.rpartition(":")[2]
-                    details[row] |= {f"{short_name}/{key}": number for key, number in outcome.metrics.items()}
+                    for key, number in outcome.metrics.items():
+                        detail = f"{name.rpartition(':')[2]}/{key}"
+                        details.setdefault(detail, np.full(len(rollouts), np.nan, np.float32))[row] = number
                     outcome = outcome.reward
                 if outcome is None:
                     is_silent[name][row] = True
@@ -139,7 +148,7 @@ class Reward(Node, kind="reward", unit="sample"):
             for future in places:
                 future.cancel()
         return SummedRewards(
-            values=self._sum(parts, is_silent), parts=parts, details=tuple(details), reasons=np.array(reasons)
+            values=self._sum(parts, is_silent), parts=parts, details=details, reasons=np.array(reasons)
         )
 
     def _submit(self, rollouts: Rollouts) -> "Mapping[Future[Outcome], tuple[str, int]]":

@@ -180,8 +180,15 @@ def test_a_response_that_no_function_judges_is_not_trained_on() -> None:
 
 def test_further_numbers_are_metrics() -> None:
     rewards = run(counts=term(functions.own_dictionary), judged=term(functions.own_async))
-    metrics = metrics_of("r", SummedRewards.concatenate([rewards.take(np.array([1])), rewards.take(np.array([0]))]))
+    metrics = metrics_of("r", rewards)
     assert (metrics["r/counts/words"], metrics["r/counts/mean"]) == (1, 1.5)
+
+
+def test_parts_of_a_batch_may_have_different_numbers() -> None:
+    counted, judged = run(all=term(functions.own_dictionary)), run(all=term(functions.own_async))
+    both = SummedRewards.concatenate([judged, counted.take(np.array([1, 0]))])
+    assert np.array_equal(both.details["all/words"], [np.nan, np.nan, 1, 1], equal_nan=True)
+    assert metrics_of("r", both)["r/all/words"] == 1
 
 
 def test_a_function_for_another_library_runs_in_a_pool() -> None:

@@ -45,7 +45,7 @@ def read(rewards: Sequence[float], step: int = 0) -> dict[str, Sample]:
                 "exact": np.array([reward / 2 for reward in rewards], np.float32),
                 "short": np.array([1, 1, 1, 1, 1, NAN], np.float32),
             },
-            details=({},) * 6,
+            details={},
             reasons=np.array([""] * 6),
         ),
     }
