@@ -16,7 +16,6 @@ from benchmarks.gpu_update.worker import MARK, Request, Result
 ROOT = Path(__file__).resolve().parents[2]
 # A worker that goes on for so long after its deadline is ended.
 _GRACE_S = 20.0
-_IMPORT_S = 90.0
 PARTS_S = 75.0
 
 
@@ -61,12 +60,9 @@ class Waiting:
     def results(self, seconds: float) -> Iterator[Result]:
         """Let the worker begin, and yield its results; end it after ``seconds``. Never raises."""
         reported: list[Result] = []
-        problem = ""
+        problem = "no time was left"
+        deadline = time.monotonic() + seconds
         try:
-            if seconds <= 0:
-                problem = "no time was left"
-                return
-            deadline = time.monotonic() + seconds
             for text in _lines(self.process, deadline):
                 if text == "ready":
                     assert self.process.stdin is not None
@@ -75,8 +71,9 @@ class Waiting:
                 elif text.startswith(MARK):
                     reported.append(Result(**json.loads(text.removeprefix(MARK))))
                     yield reported[-1]
-            code = self.process.poll()
-            problem = f"exit code {code}: {self._last_line()}" if code else f"stopped after {seconds:.0f} s"
+            if seconds > 0:
+                code = self.process.poll()
+                problem = f"exit code {code}: {self._last_line()}" if code else f"stopped after {seconds:.0f} s"
         finally:
             self.process.kill()
             with self.process:  # closes its pipes, and waits for it

@@ -31,7 +31,7 @@ _SYNC_WARNING = "called a synchronizing CUDA operation"
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a worker measures."""
+    """The system, the model and the batches that a worker measures."""
 
     arm: str
     model: str
@@ -244,8 +244,8 @@ def main() -> int:
             report(Result(arm=request.arm, model=request.model, data="", error=f"cannot import {package}: {text}"))
             return 0
     results.write("ready\n")
-    sys.stdin.readline()
-    run(request, report)
+    if sys.stdin.readline():  # nothing where the comparison has ended
+        run(request, report)
     return 0
 
 
