@@ -34,7 +34,7 @@ from benchmarks.gpu_update.worker import Request, Result
 from benchmarks.reporting import finish
 
 ARMS = list(PACKAGES)
-# What is run where nothing is chosen, the most important first.
+# The runs where nothing is chosen, the most important first.
 _ALL, _LARGER = ["D1", "D2", "D3"], ["composite", "rlflow", "before", "trl+liger"]
 RUNS = [
     *(("0.5B", arm, _ALL) for arm in ("composite", "rlflow", "trl+liger", "before", "deepspeed", "trl")),

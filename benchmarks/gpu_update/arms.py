@@ -201,7 +201,7 @@ PACKAGES = {
     "trl": ["torch", "transformers", "datasets", "trl.trainer.grpo_trainer"],
     "trl+liger": ["torch", "transformers", "datasets", "liger_kernel", "trl.trainer.grpo_trainer"],
 }
-"""What each arm imports. An arm whose packages are missing has no times."""
+"""The modules that each arm imports. An arm whose packages are missing has no times."""
 
 
 def build(arm: str, folder: Path, device: str, dtype: str, micro_batch_tokens: int, compiled: bool) -> Arm:

@@ -101,7 +101,7 @@ class Lengths:
     response_tokens: int
     """The mean."""
     sigma: float = 0.0
-    """Of the log-normal distribution; 0: all are equal."""
+    """The deviation of the log-normal distribution; 0 if all are equal."""
     longest: int = 4096
 
     def responses(self, draw: np.random.Generator) -> NDArray[np.int64]:

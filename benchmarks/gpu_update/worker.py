@@ -45,7 +45,7 @@ class Request:
     micro_batch_tokens: int | None = None
     compiled: bool = True
     seconds: float = 300.0
-    """After this time no further batch is begun."""
+    """The worker starts no further batch after this time."""
 
 
 @dataclass(kw_only=True)
@@ -59,18 +59,18 @@ class Result:
     note: str = ""
     loss: float = float("nan")
     grad_norm: float = float("nan")
-    """Of the first update."""
+    """The norm in the first update, before clipping."""
     seconds: list[float] = field(default_factory=list)
     tokens: int = 0
-    """Useful ones: every row with its own prompt."""
+    """The useful tokens: every row with its own prompt."""
     computed_tokens: int = 0
     micro_batches: int = 0
     flops: float = 0.0
-    """Of the useful tokens."""
+    """The operations for the useful tokens."""
     computed_flops: float = 0.0
     peak_gib: float = 0.0
     kernels: int = 0
-    """Launched in one update."""
+    """The number of launches in one update."""
     syncs: int = 0
     """The operations of one update that made the host wait for the GPU."""
     longest_kernels: list[tuple[str, int, float, float]] = field(default_factory=list)
