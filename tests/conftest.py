@@ -20,6 +20,7 @@ import rlflow
 from rlflow.errors import UserError
 from tests.helpers import load
 from tests.integration.engine_process import EngineProcess, free_address, processes
+from tests.ray_workers import forked_workers
 
 # Imported libraries leave millions of objects behind, which the garbage collector would search many times. Objects from
 # before the collection of tests are therefore frozen, and it searches only later ones.
@@ -184,6 +185,7 @@ def hosts(request: pytest.FixtureRequest) -> None:
 
     wanted = _hosts_of(request.module)
     if _RUNNING.hosts != wanted:
+        _RUNNING.stack.enter_context(forked_workers())
         _RUNNING.stack.enter_context(simulated(load_cluster(wanted)))
         _RUNNING.hosts = wanted
 

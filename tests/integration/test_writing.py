@@ -22,8 +22,10 @@ from rlflow.compiler.models import models_in_use
 from rlflow.compiler.plan import Plan
 from rlflow.engines.base import EngineSpec, Sampling
 from rlflow.engines.fake import FakeEngine
+from rlflow.recipe.compose import load_cluster
 from rlflow.runtime.generation.streaming_nodes import StreamingNodes
 from rlflow.runtime.graph_runner import GraphRunner
+from rlflow.runtime.ray.cluster.connection import simulated
 from rlflow.runtime.ray.engine_set import RayEngines
 from rlflow.runtime.ray.role_workers import RoleWorkers
 from rlflow.runtime.ray.runtime import RayRuntime
@@ -32,7 +34,6 @@ from tests import helpers
 from tests.conftest import CONFIG_DIR
 from tests.helpers import WritingEngine, load, prompts, spec
 
-SHARED_PROCESSES = "hosts"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 
@@ -62,6 +63,13 @@ class Worker(EngineWorker):
                 threading.Event().wait()
             os._exit(1)
         return super().call(method, *arguments, **named)
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[None]:
+    """Start hosts whose workers load their libraries themselves."""
+    with simulated(load_cluster("2x1@cpu")):
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)
