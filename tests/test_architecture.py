@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -50,13 +50,18 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+@cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return list(ast.walk(tree_of(path)))
+
+
 def room(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def imports(tree: ast.AST) -> Iterator[str]:
+def imports(nodes: Iterable[ast.AST]) -> Iterator[str]:
     """Yield the imported modules; for ``from rlflow import room`` also the room."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -66,23 +71,17 @@ def imports(tree: ast.AST) -> Iterator[str]:
             yield node.module
 
 
+@cache
 def module_imports(path: Path) -> set[str]:
     """Return the modules of the package that a file imports, anywhere in it and for types too."""
     imported = set()
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             names = {f"{node.module}.{alias.name}" for alias in node.names}
             imported |= names & MODULES.keys() or {str(node.module)}
     return imported & MODULES.keys()
-
-
-def runtime_imports(tree: ast.Module) -> Iterator[str]:
-    """Yield the modules imported at the top of a file, except for types."""
-    for node in tree.body:
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            yield from imports(node)
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
@@ -122,8 +121,8 @@ def test_compiler_and_reports_name_no_class_of_a_node() -> None:
     for path in FILES:
         if room(path) not in ("compiler", "report"):
             continue
-        named += [(path, module) for module in imports(tree_of(path)) if module.startswith("rlflow.nodes.")]
-        for node in ast.walk(tree_of(path)):
+        named += [(path, module) for module in imports(nodes_of(path)) if module.startswith("rlflow.nodes.")]
+        for node in nodes_of(path):
             name = getattr(node, "id", getattr(node, "attr", getattr(node, "name", None)))
             named += [(path, name)] if name in classes else []
     assert {module for _, module in named} == {"rlflow.nodes.base"}, named
@@ -135,7 +134,7 @@ def test_only_the_stage_check_calls_checks() -> None:
     for path in FILES:
         if room(path) != "compiler" or path.is_relative_to(PACKAGE / "compiler" / "checks"):
             continue
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             if isinstance(node, ast.Call):
                 name = getattr(node.func, "id", getattr(node.func, "attr", ""))
                 callers += [(path.stem, name)] if name.lstrip("_").startswith("check") else []
@@ -155,7 +154,7 @@ def test_engines_are_named_only_in_their_room() -> None:
     for path in FILES:
         if room(path) not in ("compiler", "runtime", "resources", "nodes"):
             continue
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             if isinstance(node, ast.Constant):
                 assert node.value not in engines, (path, node.lineno)
             name = getattr(node, "id", getattr(node, "attr", getattr(node, "arg", getattr(node, "name", None))))
@@ -166,8 +165,8 @@ def test_engines_are_named_only_in_their_room() -> None:
 def test_model_libraries_are_imported_when_needed() -> None:
     heavy = {}
     for path in FILES:
-        at_the_top = {module.split(".")[0] for module in runtime_imports(tree_of(path))} & MODEL_LIBRARIES
-        anywhere = {module.split(".")[0] for module in imports(tree_of(path))} & {"ray"}
+        at_the_top = {module.split(".")[0] for module in imports(tree_of(path).body)} & MODEL_LIBRARIES
+        anywhere = {module.split(".")[0] for module in imports(nodes_of(path))} & {"ray"}
         name = str(path.relative_to(PACKAGE))
         may_use_ray = room(path) == "runtime" or path.is_relative_to(COMPAT)
         heavy[name] = (set() if name in LAZY else at_the_top) | (set() if may_use_ray else anywhere)
@@ -175,7 +174,7 @@ def test_model_libraries_are_imported_when_needed() -> None:
 
 
 def test_only_what_reads_recipes_sees_omegaconf() -> None:
-    readers = [path for path in FILES if any(name.split(".")[0] == "omegaconf" for name in imports(tree_of(path)))]
+    readers = [path for path in FILES if any(name.split(".")[0] == "omegaconf" for name in imports(nodes_of(path)))]
     assert {room(path) for path in readers if not path.is_relative_to(COMPAT)} == {"recipe", "commands"}
 
 
@@ -185,22 +184,21 @@ def test_private_names_of_libraries_are_used_in_one_place() -> None:
     for path in FILES:
         if path.is_relative_to(COMPAT):
             continue
-        for node in ast.walk(tree_of(path)):
-            line = f"{path.relative_to(PACKAGE)}:{getattr(node, 'lineno', 0)}"
+        for node in nodes_of(path):
             names = [alias.name for alias in getattr(node, "names", []) if isinstance(alias, ast.alias)]
             if isinstance(node, ast.ImportFrom):
                 names = [f"{node.module}.{name}" for name in names]
             foreign = [name for name in names if name.split(".")[0] not in OWN]
-            wrong += [f"{line}: {name}" for name in foreign if PRIVATE.search(f".{name}")]
-        wrong += [f"{path.relative_to(PACKAGE)}: {name}" for name in foreign_private_names(tree_of(path))]
+            wrong += [f"{path.relative_to(PACKAGE)}: {name}" for name in foreign if PRIVATE.search(f".{name}")]
+        wrong += [f"{path.relative_to(PACKAGE)}: {name}" for name in foreign_private_names(path)]
     assert wrong == [], "give these a function in rlflow/system/compat and a line in tests/contract/test_compat.py"
 
 
-def foreign_private_names(tree: ast.Module) -> Iterator[str]:
+def foreign_private_names(path: Path) -> Iterator[str]:
     """Yield the private attributes that no code of the same file defines, such as ``torch._C``."""
-    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and PRIVATE.search(f".{node.attr}")]
+    nodes = [node for node in nodes_of(path) if isinstance(node, ast.Attribute) and PRIVATE.search(f".{node.attr}")]
     mine = {node.attr for node in nodes if ast.unparse(node.value) in ("self", "cls", "super()")}
-    mine |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    mine |= {node.name for node in nodes_of(path) if isinstance(node, ast.FunctionDef)}
     yield from (ast.unparse(node) for node in nodes if node.attr not in mine and ast.unparse(node) != "os._exit")
 
 
@@ -256,19 +254,18 @@ REMOTE_CALLS = {"call", "call_all", "submit", "_call", "_call_all", "_call_share
 
 def test_methods_that_are_called_by_name_exist() -> None:
     """A worker or an engine in another process gets the name of a method as text, which no type checker reads."""
-    trees = {path: ast.parse(path.read_text()) for path in FILES if room(path) == "runtime"}
     methods = {
         node.name
         for path in FILES
         if room(path) in ("engines", "nodes", "runtime")
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes_of(path)
         if isinstance(node, ast.FunctionDef)
     }
     num_calls = 0
-    for path, tree in trees.items():
-        if path == PACKAGE / "runtime/weights/gpu.py":
-            continue  # calls vLLM's own methods
-        for node in ast.walk(tree):
+    for path in FILES:
+        if room(path) != "runtime" or path == PACKAGE / "runtime/weights/gpu.py":
+            continue  # that file calls vLLM's own methods
+        for node in nodes_of(path):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in REMOTE_CALLS:
                 names = [each.value for each in node.args if isinstance(each, ast.Constant)]
                 named = [name for name in names[:2] if isinstance(name, str)]

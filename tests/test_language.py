@@ -37,6 +37,8 @@ REFUSED = {
     r"parked": "offloaded, idle",
 }
 
+ANY_REFUSED = re.compile(rf"\b(?:{'|'.join(REFUSED)})\b", re.IGNORECASE)
+
 
 def sources(*folders: str) -> list[Path]:
     return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
@@ -51,13 +53,21 @@ def paragraphs(text: str) -> Iterator[str]:
 
 
 def refused(text: str) -> list[str]:
-    """Return the lines of ``text`` with a refused word, each with the words to use."""
-    found = []
-    for line in text.splitlines():
-        for pattern, instead in REFUSED.items():
-            if re.search(rf"\b({pattern})\b", line, re.IGNORECASE):
-                found.append(f"{line.strip()}  (say: {instead})")
-    return found
+    """Return the refused words of ``text``, each with the words to use."""
+    return [
+        f"{match[0]} (say: {instead})"
+        for match in ANY_REFUSED.finditer(text)
+        for pattern, instead in REFUSED.items()
+        if re.fullmatch(pattern, match[0], re.IGNORECASE)
+    ]
+
+
+def definitions(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield a module with its functions and classes, without a look into expressions."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
+            yield from definitions(child)
 
 
 def fault(docstring: str, is_function: bool) -> str | None:
@@ -94,7 +104,7 @@ def test_docstrings_are_statements() -> None:
     """The docstring of a test may state a fact, and is left out."""
     found = []
     for path in sources("rlflow", "benchmarks", "tests"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in definitions(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module):
                 docstring = None if getattr(node, "name", "").startswith("test_") else ast.get_docstring(node)
                 is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
