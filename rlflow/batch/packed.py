@@ -77,6 +77,12 @@ class Packed:
         indices = np.repeat(self.offsets[rows] - offsets[:-1], lengths) + np.arange(offsets[-1])
         return Packed(self.values[indices], offsets)
 
+    def spread(self, rows: Rows, count: int) -> "Packed":
+        """Return ``count`` rows: these at the places ``rows``, which must ascend, and empty rows elsewhere."""
+        lengths = np.zeros(count, np.int64)
+        lengths[rows] = self.lengths
+        return Packed(self.values, offsets_of(lengths))
+
     def like(self, values: Array) -> "Packed":
         """Return other values, [T], in rows of the same lengths."""
         assert len(values) == self.offsets[-1]

@@ -31,7 +31,7 @@ def graph_edges(graph: Graph, tasks: tuple[Task, ...], text_bytes: float) -> tup
         size = _source_bytes(SOURCES[name], by_node[readers[0]], text_bytes)
         edges.append(Edge(name=name, role=None, bytes=size, stored=size, readers=readers))
     for node in graph.nodes:
-        if not issubclass(output := node.operation.output(), Metrics):
+        if node.name in by_node and not issubclass(output := node.operation.output(), Metrics):
             readers = tuple(dict.fromkeys(_readers(graph, node.name)))
             ragged, numbers = _output_bytes(output, by_node[node.name], text_bytes)
             # Numbers come to the controller.

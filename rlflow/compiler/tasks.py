@@ -26,10 +26,10 @@ _MEAN_SHARE = 0.35
 
 
 def step_tasks(recipe: Recipe, graph: Graph) -> tuple[Task, ...]:
-    """Return a task for each node, in order. Its samples come from the nodes that it reads, or from the data."""
+    """Return a task for each node with work, in order. Its samples come from the nodes it reads, or from the data."""
     tasks: dict[str, Task] = {}
     streaming = _streaming(recipe, graph)
-    for node in graph.nodes:
+    for node in (node for node in graph.nodes if node.operation.sample_share):
         after = tuple(origin for origin in node.inputs.values() if origin in tasks)
         kind: TaskKind = next((kind for name, kind in _TASK_KINDS.items() if name in node.capabilities), "host")
         if kind == "generate" or not after:
@@ -40,6 +40,7 @@ def step_tasks(recipe: Recipe, graph: Graph) -> tuple[Task, ...]:
         epochs = getattr(node.operation, "num_epochs", 1)
         tasks[node.name] = replace(
             task,
+            samples=round(task.samples * node.operation.sample_share),
             after=after,
             hosts_of=_hosts_of(node, graph, tasks),
             streams=node.name in streaming,

@@ -8,7 +8,7 @@ import networkx as nx
 import rlflow.nodes  # noqa: F401 (registers the kinds of nodes)
 from rlflow.compiler.graph import SOURCES, Graph
 from rlflow.errors import GraphError, below, did_you_mean
-from rlflow.nodes.base import KINDS, GraphNode, Node
+from rlflow.nodes.base import KINDS, GraphNode, Node, NodeView
 from rlflow.plugins import load_object
 from rlflow.recipe import Recipe
 from rlflow.schema import parse
@@ -19,6 +19,8 @@ def wire(recipe: Recipe) -> Graph:
     nodes = {name: _node(name, dict(entry), recipe) for name, entry in recipe.graph.items()}
     for node in nodes.values():
         _match_types(node, nodes)
+    for node in tuple(nodes.values()):
+        nodes |= node.operation.replacements(NodeView(node=node, nodes=nodes, recipe=recipe))
     return Graph(nodes=tuple(nodes[name] for name in _order(nodes)))
 
 
@@ -94,7 +96,10 @@ def _order(nodes: Mapping[str, GraphNode]) -> list[str]:
     edges.add_nodes_from(nodes)
     edges.add_edges_from((o, node.name) for node in nodes.values() for o in node.inputs.values() if o in nodes)
     try:
-        return list(nx.lexicographical_topological_sort(edges))
+        depth = {name: depth for depth, names in enumerate(nx.topological_generations(edges)) for name in names}
+        return list(
+            nx.lexicographical_topological_sort(edges, lambda name: (nodes[name].role is not None, depth[name], name))
+        )
     except nx.NetworkXUnfeasible:
         cycle = [edge[0] for edge in nx.find_cycle(edges)]
         way = " -> ".join([*cycle, cycle[0]])

@@ -99,7 +99,13 @@ class Node(Section):
     """The metric that the progress of a run shows for the node."""
 
     def __init_subclass__(
-        cls, *, kind: str, unit: Unit, compares_groups: bool | None = None, reads_tokens: bool | None = None
+        cls,
+        *,
+        kind: str,
+        unit: Unit,
+        compares_groups: bool | None = None,
+        reads_tokens: bool | None = None,
+        is_in_recipes: bool = True,
     ) -> None:
         names = {f"{kind_class.__module__}.{kind_class.__qualname__}" for kind_class in (cls, KINDS.get(kind, cls))}
         if len(names) > 1:
@@ -108,7 +114,8 @@ class Node(Section):
         cls.unit = unit
         cls.compares_groups = unit == "group" if compares_groups is None else compares_groups
         cls.reads_tokens = unit == "sample" if reads_tokens is None else reads_tokens
-        KINDS[kind] = cls
+        if is_in_recipes:
+            KINDS[kind] = cls
 
     @classmethod
     def inputs(cls) -> tuple[Input, ...]:
@@ -146,6 +153,13 @@ class Node(Section):
     def check_graph(self, view: "NodeView") -> None:
         """Raise a UserError, its path counted from the recipe, for a node that does not go with the graph around it."""
 
+    def replacements(self, view: "NodeView") -> Mapping[str, "GraphNode"]:
+        """Return nodes that take the place of others in the graph, by name, because they do less for the same result.
+
+        Nodes that are not in recipes (``is_in_recipes=False``) come into a graph in this way.
+        """
+        return {}
+
     def check_host(self) -> None:
         """Raise a UserError or an EngineError where the node cannot run on this host, before anything starts."""
 
@@ -166,6 +180,11 @@ class Node(Section):
     def sampling(self) -> Sampling | None:
         """Return what a node that generates asks of its engine; None for every other node."""
         return None
+
+    @property
+    def sample_share(self) -> float:
+        """Return the share of the samples that it reads on which the node works; 0 for a node without any work."""
+        return 1.0
 
     @property
     def num_turns(self) -> int:

@@ -91,6 +91,8 @@ def train(
 ) -> list[Mapping[str, float]]:
     """Make an optimizer step for each minibatch, and return the metrics of each.
 
+    A minibatch in which a column has no values does not get that column.
+
     ``counting`` [B] says which rows are trained on, by default all. The other rows, and rows without a token of the
     model's own, have no effect. A minibatch without counting rows makes no optimizer step, since the optimizer's
     moments would change the weights, and has no metrics.
@@ -106,11 +108,12 @@ def train(
             steps.append({})
             continue
         part = bare.take(rows)
+        columns_of_part = {name: column.take(rows) for name, column in columns.items()}
         minibatch = Minibatch(
             **vars(part),
             # At least one sample was started in this step; the others may come from earlier steps.
             step=int(first_steps.max()) - optimizer_steps.first_step - _skipped_steps.get(),
-            columns={name: column.take(rows) for name, column in columns.items()},
+            columns={name: column for name, column in columns_of_part.items() if column.lengths.any()},
             weights=own_tokens.take(rows).scale(
                 optimizer_steps.weighting.weights(lengths[rows], counting[rows]).run_values
             ),
@@ -124,6 +127,11 @@ def mean_metrics(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
     made = [step for step in steps if step]
     means = {name: float(np.mean([step[name] for step in made])) for name in (made[0] if made else ())}
     return means | ({"skipped": float(len(steps) - len(made))} if len(made) < len(steps) else {})
+
+
+def first_minibatch(sequences: Sequences, num_minibatches: int) -> NDArray[np.int64]:
+    """Return the rows that a step trains on before its first optimizer step."""
+    return next(_cut(sequences, num_minibatches, 0))
 
 
 def _cut(sequences: Sequences, num_minibatches: int, epoch: int) -> Iterator[NDArray[np.int64]]:

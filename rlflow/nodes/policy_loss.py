@@ -68,8 +68,9 @@ class Correction(Section):
 class PolicyLoss:
     """The loss of a policy's update: surrogate x correction + kl_coef x KL divergence - entropy_coef x entropy.
 
-    Columns: ``old_logprobs``, ``advantages`` and ``rows``; ``reference`` and ``sampler_logprobs`` where such nodes are
-    connected; ``entropy`` from engines that know it, which is a metric in any case.
+    Columns: ``advantages`` and ``rows``; ``old_logprobs``, without which the model itself is the old one; ``reference``
+    and ``sampler_logprobs`` where such nodes are connected; ``entropy`` from engines that know it, which is a metric in
+    any case.
     """
 
     surrogate: "Callable[[Tensor, Columns], Loss]"
@@ -82,6 +83,7 @@ class PolicyLoss:
 
     def __call__(self, logprobs: "Tensor", columns: "Columns") -> "Loss":
         """Return the loss [T] and metrics [T]."""
+        columns = {"old_logprobs": logprobs.detach(), **columns}
         loss, surrogate_metrics = self.surrogate(logprobs, columns)
         metrics = {**surrogate_metrics, "logprob_change": (logprobs - columns["old_logprobs"]).abs()}
         if "sampler_logprobs" in columns:

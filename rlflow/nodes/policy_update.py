@@ -22,6 +22,7 @@ from rlflow.nodes.expressions import inheritance_depth, old_probability, times
 from rlflow.nodes.kl import Estimator, KlCoefficient, check_kl, kl_expression, ratio
 from rlflow.nodes.minibatches import Aggregation, OptimizerSteps, Weighting, mean_metrics, train
 from rlflow.nodes.policy_loss import Correction, PolicyLoss, clipped_expression, clipped_surrogate
+from rlflow.nodes.scoring import LaterLogprobs, ScoreLogprobs
 from rlflow.schema import ClipDistance, ClipShare, Coefficient, Count, CountOrZero, Divergence, Section
 
 if TYPE_CHECKING:
@@ -97,6 +98,8 @@ class PolicyGradient(Section):
     """The number of optimizer steps that the rollouts are divided among."""
     num_epochs: Annotated[int, Ge(1), Le(100)] = 1
     """How often a step trains on its rollouts; prompts are shuffled after the first time."""
+    score_first_minibatch: bool = False
+    """Let ``old_logprobs`` score the first minibatch too, although the update's own forward pass gives the same."""
 
     @abstractmethod
     def surrogate(self, logprobs: "Tensor", columns: "Columns") -> "Loss":
@@ -192,6 +195,29 @@ class PolicyGradient(Section):
                 f"is {self.constant_length}, and aggregation is '{self.aggregation}'",
                 fix="both aggregation: constant and a constant_length, or neither",
             )
+
+    def replacements(self, view: NodeView) -> Mapping[str, GraphNode]:
+        old = view.origin("old_logprobs")
+        if old is None or not self._computes(old, view):
+            return {}
+        inputs = {name: view.node.inputs[name] for name in ("rollouts", "advantages")}
+        return {old.name: replace(old, operation=LaterLogprobs(num_parts=self.num_minibatches), inputs=inputs)}
+
+    def _computes(self, old: GraphNode, view: NodeView) -> bool:
+        """Return whether the first minibatch has the logprobs of ``old`` already, and nothing else needs them.
+
+        The role's weights must be those with which the step begins, and later epochs need all rows.
+        """
+        readers = [name for name, node in view.nodes.items() for origin in node.inputs.values() if origin == old.name]
+        trains = [name for name, node in view.nodes.items() if node.role == old.role and "Trains" in node.capabilities]
+        return (
+            type(old.operation) is ScoreLogprobs
+            and readers == trains == [view.node.name]
+            and old.inputs["rollouts"] == view.node.inputs["rollouts"]
+            and self.num_epochs == 1
+            and not self.score_first_minibatch
+            and type(self).run is PolicyGradient.run
+        )
 
     def check_graph(self, view: NodeView) -> None:
         path, role = f"{view.path}.critic_warmup", view.node.role

@@ -44,7 +44,9 @@ READING = (
     "graph.kl={node: kl_divergence, kl_estimator: k3}",
     "graph.penalized={node: kl_penalty, kl_coef: 0.1}",
     "graph.advantages={node: token_advantage, kl_coef: 0.1, rewards: penalized}",
+    "graph.later={node: logprobs, role: actor}",
     "graph.update={node: gspo_update, correction: {level: sequence, max_ratio: 1.5}, aggregation: sequence}",
+    "graph.update={old_logprobs: later, num_minibatches: 4}",
 )
 
 
@@ -107,6 +109,7 @@ class TestSteps:
             metrics = train_step(started.training, 0)
         assert read == []
         assert metrics["store/advantages_bytes"] == 4 * metrics["tokens"]
+        assert metrics["store/later_bytes"] == pytest.approx(3 * metrics["tokens"], rel=0.1)
         measured = {name: value for name, value in expected.items() if name.startswith(("kl/", "penalized/"))}
         assert {name: metrics[name] for name in measured} == pytest.approx(measured)
         assert expected["penalized/mean"] > 1

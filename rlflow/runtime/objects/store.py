@@ -195,6 +195,11 @@ class StoredColumn(Packed):
     def take(self, rows: Rows) -> "StoredColumn":
         return StoredColumn(self.blocks, self.spans.take(rows), self._readers)
 
+    def spread(self, rows: Rows, count: int) -> "StoredColumn":
+        block, start, length = np.zeros((3, count), np.int64)
+        block[rows], start[rows], length[rows] = self.spans.block, self.spans.start, self.spans.length
+        return StoredColumn(self.blocks, RowSpans(block, start, length), self._readers)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return StoredColumn, (self.blocks, self.spans)
 

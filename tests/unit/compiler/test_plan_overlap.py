@@ -103,7 +103,9 @@ def test_no_other_way_to_share_has_a_shorter_step_when_both_are_simulated(stalen
 
 def test_both_sides_take_equally_long() -> None:
     """The step is as long as the longer side and the weight sync, and neither side is idle for long."""
-    plan = rlflow.compile(load("recipe=grpo_32b", "overlap.max_staleness=1"), "2x8")
+    # Sides that take equally long on average wait for each other in turns.
+    longer_training = "graph.update.score_first_minibatch=true"
+    plan = rlflow.compile(load("recipe=grpo_32b", "overlap.max_staleness=1", longer_training), "2x8")
     nodes, overlap = plan.prediction.nodes, plan.prediction.overlap
     assert overlap is not None
     training = sum(nodes[name].seconds for name in ("old_logprobs", "reference", "update"))

@@ -75,6 +75,15 @@ def test_rows_of_several_producers(written: Any, rows: list[int]) -> None:
 
 
 @pytest.mark.usefixtures("objects")
+def test_rows_at_other_places_and_empty_ones_between(written: Any) -> None:
+    spread = put_batch(written).logprobs.take(np.array([4, 1])).spread(np.array([1, 3]), 5)
+    assert isinstance(spread, StoredColumn)
+    expected = [[], written.logprobs[4].tolist(), [], written.logprobs[1].tolist(), []]
+    assert rows_of(spread) == rows_of(pickle.loads(pickle.dumps(spread))) == expected
+    assert spread.values.tolist() == [value for row in expected for value in row]
+
+
+@pytest.mark.usefixtures("objects")
 def test_columns_that_are_cut_alike_travel_once(written: Any) -> None:
     whole = type(written).concatenate([put_batch(written.take(np.array(part))) for part in ([0, 1], [2, 3, 4, 5])])
     for batch in (whole, whole.take(np.array([4, 2])), pickle.loads(pickle.dumps(whole))):
