@@ -48,7 +48,8 @@ class PolicyGradient(Section):
     """The base of policy updates. A kind of node derives from this and from Node, and adds a ``surrogate``.
 
     Excluded rollouts are in no minibatch. Ratios are taken to ``old_logprobs`` where such a node is connected, else to
-    the logprobs of the engine that sampled.
+    the logprobs of the engine that sampled. Where ``old_logprobs`` has no values for the first minibatch, its own
+    forward pass gives them.
 
     The metric ``sampler_difference`` is the mean absolute difference between the logprobs of the two engines. Without
     ``old_logprobs`` it is measured on the first minibatch, before that changes the model; with ``old_logprobs`` it is
