@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from annotated_types import Ge, Le
 
-from rlflow.errors import RecipeError
+from rlflow.errors import GraphError, RecipeError
 from rlflow.nodes.kl import Estimator, kl_estimate, ratio
 from rlflow.schema import Section
 
@@ -42,6 +42,16 @@ class Correction(Section):
     """The upper bound of the ratio, which is 1 where both engines agree."""
     min_ratio: Annotated[float, Ge(0), Le(1)] = 0.0
     """The lower bound of the ratio."""
+
+    def check(self, connected: frozenset[str]) -> None:
+        """Raise a UserError, its path counted from the node, for a missing input or bounds that no ratio is between."""
+        if "old_logprobs" not in connected:
+            fact = "needs the logprobs of the role that is trained, and there is no node 'old_logprobs'"
+            fix = "add old_logprobs: {node: logprobs, role: actor}, or correction: null"
+            raise GraphError("correction", fact, fix=fix)
+        if self.min_ratio == self.max_ratio:
+            fact = "1 is max_ratio as well, so no ratio between them is left"
+            raise RecipeError("correction.min_ratio", fact, fix="use less than 1, or a larger max_ratio")
 
     def expression(self, sampler: str) -> str:
         """Return the weight as a formula for people; ``sampler`` is the node whose logprobs were sampled with."""

@@ -21,8 +21,8 @@ from rlflow.nodes.base import Formula, GraphNode, Headline, Node, NodeView
 from rlflow.nodes.expressions import inheritance_depth, old_probability, times
 from rlflow.nodes.kl import Estimator, KlCoefficient, check_kl, kl_expression, ratio
 from rlflow.nodes.minibatches import Aggregation, OptimizerSteps, Weighting, mean_metrics, train
+from rlflow.nodes.old_logprobs import score_later_minibatches
 from rlflow.nodes.policy_loss import Correction, PolicyLoss, clipped_expression, clipped_surrogate
-from rlflow.nodes.scoring import LaterLogprobs, ScoreLogprobs
 from rlflow.schema import ClipDistance, ClipShare, Coefficient, Count, CountOrZero, Divergence, Section
 
 if TYPE_CHECKING:
@@ -48,8 +48,7 @@ class PolicyGradient(Section):
     """The base of policy updates. A kind of node derives from this and from Node, and adds a ``surrogate``.
 
     Excluded rollouts are in no minibatch. Ratios are taken to ``old_logprobs`` where such a node is connected, else to
-    the logprobs of the engine that sampled. Where ``old_logprobs`` has no values for the first minibatch, its own
-    forward pass gives them.
+    the logprobs of the engine that sampled.
 
     The metric ``sampler_difference`` is the mean absolute difference between the logprobs of the two engines. Without
     ``old_logprobs`` it is measured on the first minibatch, before that changes the model; with ``old_logprobs`` it is
@@ -181,15 +180,8 @@ class PolicyGradient(Section):
 
     def check(self, connected: frozenset[str]) -> None:
         check_kl(self.kl_coef, self.kl_target, connected)
-        if self.correction is not None and "old_logprobs" not in connected:
-            raise GraphError(
-                "correction",
-                "needs the logprobs of the role that is trained, and there is no node 'old_logprobs'",
-                fix="add old_logprobs: {node: logprobs, role: actor}, or correction: null",
-            )
-        if self.correction is not None and self.correction.min_ratio == self.correction.max_ratio:
-            fact = "1 is max_ratio as well, so no ratio between them is left"
-            raise RecipeError("correction.min_ratio", fact, fix="use less than 1, or a larger max_ratio")
+        if self.correction is not None:
+            self.correction.check(connected)
         if (self.aggregation == "constant") != (self.constant_length is not None):
             raise GraphError(
                 "constant_length",
@@ -198,27 +190,9 @@ class PolicyGradient(Section):
             )
 
     def replacements(self, view: NodeView) -> Mapping[str, GraphNode]:
-        old = view.origin("old_logprobs")
-        if old is None or not self._computes(old, view):
-            return {}
-        inputs = {name: view.node.inputs[name] for name in ("rollouts", "advantages")}
-        return {old.name: replace(old, operation=LaterLogprobs(num_parts=self.num_minibatches), inputs=inputs)}
-
-    def _computes(self, old: GraphNode, view: NodeView) -> bool:
-        """Return whether the first minibatch has the logprobs of ``old`` already, and nothing else needs them.
-
-        The role's weights must be those with which the step begins, and later epochs need all rows.
-        """
-        readers = [name for name, node in view.nodes.items() for origin in node.inputs.values() if origin == old.name]
-        trains = [name for name, node in view.nodes.items() if node.role == old.role and "Trains" in node.capabilities]
-        return (
-            type(old.operation) is ScoreLogprobs
-            and readers == trains == [view.node.name]
-            and old.inputs["rollouts"] == view.node.inputs["rollouts"]
-            and self.num_epochs == 1
-            and not self.score_first_minibatch
-            and type(self).run is PolicyGradient.run
-        )
+        # A run of a subclass may read the logprobs itself.
+        needs_all = self.score_first_minibatch or self.num_epochs > 1 or type(self).run is not PolicyGradient.run
+        return {} if needs_all else score_later_minibatches(view, self.num_minibatches)
 
     def check_graph(self, view: NodeView) -> None:
         path, role = f"{view.path}.critic_warmup", view.node.role

@@ -2,25 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
-from rlflow.batch import (
-    Advantages,
-    Logprobs,
-    Packed,
-    Rewards,
-    Rollouts,
-    Sequences,
-    ValueEstimates,
-    describe_samples,
-)
+from rlflow.batch import Logprobs, Rewards, Rollouts, Sequences, ValueEstimates, describe_samples
 from rlflow.engines.base import Evaluates, Scores, ScoresBase, Values
 from rlflow.errors import NotFiniteError
 from rlflow.nodes.base import Formula, Headline, Node
-from rlflow.nodes.minibatches import first_minibatch
-from rlflow.schema import Count
 
 REWARD_HEADLINE = Headline("mean", ".3f", is_learned=True)
 REWARD_OUTPUT = "the output of the reward model's head at the last token"
@@ -36,33 +24,6 @@ class ScoreLogprobs(Node, kind="logprobs", unit="sample"):
 
     def run(self, engine: Scores, rollouts: Sequences) -> Logprobs:
         return engine.logprobs(rollouts, _temperature(rollouts))
-
-
-@dataclass(frozen=True, kw_only=True)
-class LaterLogprobs(Node, kind="later_logprobs", unit="batch", is_in_recipes=False):
-    """The logprobs under the role's model of the responses that are trained on after its first optimizer step.
-
-    All other rows are empty. The update computes those of its first minibatch itself, with the same weights.
-    """
-
-    # The update checks that they belong to the rollouts.
-    other_responses: ClassVar[frozenset[str]] = frozenset({"advantages"})
-
-    num_parts: Count
-    """The number of minibatches of the update."""
-
-    @property
-    def sample_share(self) -> float:
-        return 1 - 1 / self.num_parts
-
-    def run(self, engine: Scores, rollouts: Rollouts, advantages: Advantages) -> Logprobs:
-        included = np.flatnonzero(advantages.is_included)
-        first = first_minibatch(rollouts.as_sequences().take(included), self.num_parts)
-        later = np.delete(included, first)
-        values = Packed.from_rows([], np.float32)
-        if len(later):
-            values = engine.logprobs(rollouts.take(later), rollouts.temperature).values
-        return Logprobs(values=values.spread(later, len(rollouts)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,8 @@ from rlflow.batch import Logprobs, Metrics, Minibatch, Repeated, RolloutAdvantag
 from rlflow.compiler.lower import lower
 from rlflow.compiler.wire import wire
 from rlflow.engines.base import TokenLoss
+from rlflow.nodes.old_logprobs import LaterLogprobs
 from rlflow.nodes.policy_update import PolicyUpdate
-from rlflow.nodes.scoring import LaterLogprobs
 from tests.conftest import CONFIG_DIR
 from tests.helpers import checked_graph, load, rollouts, sequences
 
