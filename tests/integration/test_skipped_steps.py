@@ -162,6 +162,19 @@ def break_advantages(monkeypatch: pytest.MonkeyPatch, watch: Watch, steps: Colle
     monkeypatch.setattr(GroupAdvantage, "run", broken)
 
 
+def break_rollouts(monkeypatch: pytest.MonkeyPatch, watch: Watch, steps: Collection[int]) -> None:
+    original = TransformersEngine.generate
+
+    def broken(engine: TransformersEngine, prompts: Any, sampling: Any) -> Rollouts:
+        output = original(engine, prompts, sampling)
+        values = output.logprobs.values.copy()
+        if watch.step in steps:
+            values[-1] = np.nan
+        return replace(output, logprobs=output.logprobs.like(values))
+
+    monkeypatch.setattr(TransformersEngine, "generate", broken)
+
+
 def break_reference(monkeypatch: pytest.MonkeyPatch, watch: Watch, steps: Collection[int]) -> None:
     original = TransformersEngine.logprobs
 
@@ -247,13 +260,14 @@ def test_a_resumed_run_remembers_its_skipped_steps(tmp_path: Path, monkeypatch: 
 def test_replay_shows_the_values_that_are_not_finite(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Step 4 is skipped because of the reference, and step 5 because of the loss."""
+    """Step 2 is skipped because of the rollouts, step 4 because of the reference, and step 5 because of the loss."""
     watch = Watch(monkeypatch)
+    break_rollouts(monkeypatch, watch, {2})
     break_reference(monkeypatch, watch, {4})
     break_losses(monkeypatch, watch, {5})
-    go(plan_of("steps=5", "graph.update.kl_coef=0.1", "checkpoints.keep=3"), tmp_path, watch)
+    go(plan_of("steps=5", "graph.update.kl_coef=0.1", "checkpoints.keep=3", "evaluation=null"), tmp_path, watch)
     files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-    saved: Any = np.load(skipped_folders(tmp_path)[0] / "rollouts.npz")
+    saved: Any = np.load(skipped_folders(tmp_path)[1] / "rollouts.npz")
     token = saved["logprobs.lengths"][-1] - 1
     bad = rf"  reference: step 3 prompt 2 sample 3, token {token}: -inf"
     for step, again in ((4, bad), (1, "  reference: all values are finite")):
@@ -263,7 +277,11 @@ def test_replay_shows_the_values_that_are_not_finite(
         assert lines[0].startswith("step 4 was skipped: node reference: 1 logprobs of 1 of 12 samples are not finite")
         assert lines[1:3] == ["saved values that are not finite:", bad]
         assert lines[3:5] == ["run again with the checkpoint of step 4:", again]
-    assert lines[5] == "  advantages: not run, because the step had no rewards yet"
+    assert lines[5] == "  update: all values are finite"
+    assert replay.main([str(tmp_path), "--step", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].startswith("  rollouts: step 1 prompt 2 sample 3, token ")
+    assert lines[4] == "  advantages: not run, because the step had no rewards yet"
     watch.step = 5
     assert replay.main([str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -273,7 +291,7 @@ def test_replay_shows_the_values_that_are_not_finite(
     )
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == files
     assert run_subcommand("replay", [str(tmp_path), "--step", "1"]) == 2
-    known = "  Known: 4, 5.\n  Fix: use one of these steps.\n"
+    known = "  Known: 2, 4, 5.\n  Fix: use one of these steps.\n"
     assert capsys.readouterr().err.endswith(f"is not saved in '{tmp_path}'.\n{known}")
 
 
