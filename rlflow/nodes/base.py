@@ -8,7 +8,7 @@ them to the ``run`` that it overrides. The runtime itself passes two further par
 - ``state`` holds what the node remembers from step to step: a ``State``, saved in checkpoints.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from typing import Any, ClassVar, Literal
@@ -162,6 +162,13 @@ class Node(Section):
 
     def check_host(self) -> None:
         """Raise a UserError or an EngineError where the node cannot run on this host, before anything starts."""
+
+    def check_rows(self, rows: Sequence[Mapping[str, Any]], where: str) -> Iterable[str]:
+        """Raise a RecipeError, its path counted from the node, for a row that the node cannot read.
+
+        Yield warnings about rows that it can do without. ``where`` names the rows in messages.
+        """
+        return ()
 
     def cautions(self, view: "NodeView") -> Iterable[str]:
         """Return a line ``OPTION: REASON`` for each option that is legal and yet probably not what is wanted."""

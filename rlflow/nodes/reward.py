@@ -3,7 +3,7 @@
 Shapes: B rollouts.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, as_completed
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -17,13 +17,17 @@ from rlflow.errors import EngineError, GraphError, RecipeError, below
 from rlflow.nodes.base import Formula, Node, NodeView
 from rlflow.nodes.expressions import times
 from rlflow.nodes.scoring import REWARD_HEADLINE
-from rlflow.rewards.base import MAX_FLOAT32, Failure, Outcome, Scored
+from rlflow.rewards.base import MAX_FLOAT32, Failure, Outcome, Row, Scored
 from rlflow.rewards.callables import RewardTerm
 from rlflow.rewards.pool import ProcessPool
 from rlflow.rewards.styles import STYLES, JudgedResponse
 
 # The rewards of a sum whose weights are all smaller are rounding errors beside an advantage's own epsilon.
 _LEAST_WEIGHT = 1e-9
+_FIX_ROW = (
+    "correct the row or remove it from the data, name the column in data.columns, or on_failure: exclude, which leaves "
+    "out responses to such rows"
+)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -113,6 +117,22 @@ class Reward(Node, kind="reward", unit="sample"):
 
     def check_host(self) -> None:
         ProcessPool(self.terms).stop()
+
+    def check_rows(self, rows: Sequence[Row], where: str) -> Iterator[str]:
+        for name, term in self.terms.items():
+            check_row = term.load(name).check_row
+            reasons = {number: failure.reason for number, row in enumerate(rows) if (failure := check_row(row))}
+            if not reasons:
+                continue
+            number, reason = next(iter(reasons.items()))
+            more = f", and {len(reasons) - 1} more" if len(reasons) > 1 else ""
+            fact = f"'{term.function or name}' {reason}: row {number} of {where}{more}"
+            if term.on_failure == "stop":
+                raise RecipeError(self._path_of(name), fact, fix=_FIX_ROW)
+            yield f"{self._path_of(name)}: {fact}"
+
+    def _path_of(self, name: str) -> str:
+        return "function" if self.function is not None else f"functions.{name}"
 
     @property
     def reads_rendered_prompts(self) -> bool:
@@ -214,10 +234,9 @@ class Reward(Node, kind="reward", unit="sample"):
         if part.on_failure != "stop":
             return part.on_failure
         fact = f"'{part.function or name}' {failure.reason}"
-        path = "function" if self.function is not None else f"functions.{name}"
+        path = self._path_of(name)
         if failure.kind == "unreadable":
-            exclude = "on_failure: exclude, which leaves out responses to such rows"
-            raise RecipeError(path, fact, fix=f"correct the row or remove it from the data, or {exclude}")
+            raise RecipeError(path, fact, fix=_FIX_ROW)
         if failure.kind in ("raised", "invalid"):
             contract = "it returns a number for each response, None to leave it out, or a dictionary with its score"
             raise RecipeError(path, fact, fix=contract)

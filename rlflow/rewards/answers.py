@@ -31,6 +31,12 @@ def column_answers(row: Row, column: str) -> tuple[Answer, ...] | Failure:
     return answer if isinstance(answer, Failure) else (answer,)
 
 
+def missing_answer(row: Row) -> Failure | None:
+    """Return why the row has no ``answer`` to compare with; None if it has."""
+    answers = column_answers(row, "answer")
+    return answers if isinstance(answers, Failure) else None
+
+
 def column_text(row: Row, column: str) -> str | Failure:
     """Return the text or the number in ``column`` of the row as text, or a Failure for anything else."""
     answer = _answer(column, row.get(column), is_missing=column not in row)

@@ -102,6 +102,11 @@ def no_preparation() -> None:
     """Do nothing, as most functions need no preparation."""
 
 
+def any_row(row: Row) -> Failure | None:
+    """Return None, as functions of users do not say what they read."""
+    return None
+
+
 @dataclass(frozen=True)
 class LoadedCallable:
     """A function that the workers of a pool can call, with its batch size and time limit."""
@@ -120,6 +125,8 @@ class LoadedCallable:
     calling it again with single responses would not help."""
     prepare: Callable[[], None] = no_preparation
     """Imports slow libraries; called once, before workers are forked."""
+    check_row: Callable[[Row], Failure | None] = any_row
+    """Returns why the function cannot judge any response to a row."""
     check: Callable[[Any, str], Any] = to_outcome
     """Checks or converts the value that was returned for a text."""
 

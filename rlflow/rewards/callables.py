@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, make_dataclass
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 from annotated_types import Ge, Le
 
@@ -16,7 +16,7 @@ from rlflow.errors import RecipeError, first_line
 from rlflow.extras import check_extra
 from rlflow.plugins import builtin_module, load_object
 from rlflow.rewards import functions
-from rlflow.rewards.base import LoadedCallable, Row, no_preparation
+from rlflow.rewards.base import LoadedCallable, Row, any_row, no_preparation
 from rlflow.rewards.styles import (
     STYLES,
     JudgedResponse,
@@ -24,9 +24,12 @@ from rlflow.rewards.styles import (
     await_all,
     check_own_style,
     check_style,
+    missing_column,
     with_accepted,
 )
 from rlflow.schema import Seconds, Section, parse
+
+T = TypeVar("T")
 
 # A function with this parameter receives its time limit. It comes from the recipe's term, not from the options.
 _TIMEOUT = "timeout_s"
@@ -81,8 +84,7 @@ def load_reward(name: str, options: Mapping[str, Any], timeout_s: float) -> Load
         arguments = vars(parse(_options_section(parameters), options, "options"))
     if check := getattr(module, "check", None):
         check(**arguments)
-    prepare = getattr(module, "prepare", no_preparation)
-    prepare = partial(prepare, **{option: arguments[option] for option in _option_parameters(prepare)})
+    prepare, check_row = getattr(module, "prepare", no_preparation), getattr(module, "check_row", any_row)
     enforces_timeout = _TIMEOUT in parameters
     if enforces_timeout:
         arguments[_TIMEOUT] = timeout_s
@@ -96,7 +98,8 @@ def load_reward(name: str, options: Mapping[str, Any], timeout_s: float) -> Load
         timeout_s,
         reads_tokens=bool(asked),
         enforces_timeout=enforces_timeout,
-        prepare=prepare,
+        prepare=_with_options(prepare, arguments),
+        check_row=_with_options(check_row, arguments),
     )
 
 
@@ -106,9 +109,10 @@ def _load_of_style(name: str, style_name: StyleName, options: Mapping[str, Any],
         raise RecipeError("style", f"'{name}' is a reward of rlflow", fix="remove style")
     style, function = STYLES[style_name], _load_function(name)
     with _readable(name):
-        check_style(name, function, style, options)
+        columns = check_style(name, function, style, options)
         call = partial(style.call, with_accepted(function, options))
-    return LoadedCallable(call, _batch_size(function), timeout_s, reads_tokens=True)
+    check_row = partial(missing_column, columns)
+    return LoadedCallable(call, _batch_size(function), timeout_s, reads_tokens=True, check_row=check_row)
 
 
 def _load_function(name: str) -> Callable[..., Any]:
@@ -131,6 +135,11 @@ def _readable(name: str) -> Iterator[None]:
             f"the options of '{name}' cannot be read ({first_line(error)})",
             fix="annotate its keyword-only parameters with types that a recipe can hold",
         ) from None
+
+
+def _with_options(hook: Callable[..., T], arguments: Mapping[str, Any]) -> Callable[..., T]:
+    """Return the function with the options that it has parameters for."""
+    return partial(hook, **{option: arguments[option] for option in _option_parameters(hook)})
 
 
 def _batch_size(function: Callable[..., Any]) -> int:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from rlflow.errors import RecipeError
-from rlflow.rewards.base import Row
+from rlflow.rewards.base import Failure, Row
 
 RENDERED_PROMPT = "rendered_prompt"
 """The column with the text of a prompt that the model has read, for functions that read it."""
@@ -35,6 +35,8 @@ class JudgedResponse:
 
 
 JudgedResponses = Sequence[JudgedResponse]
+Sources = tuple[str, ...]
+"""Columns of which any one is enough."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +71,8 @@ def check_own_style(name: str, function: Callable[..., Any]) -> None:
     raise RecipeError("function", fact, fix=fix)
 
 
-def check_style(name: str, function: Callable[..., Any], style: Style, options: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the parameters that are columns of the data set, and have no default.
+def check_style(name: str, function: Callable[..., Any], style: Style, options: Mapping[str, Any]) -> list[Sources]:
+    """Return the columns that the function cannot do without: for each, all that may stand in for it.
 
     Raises RecipeError, its path relative to a term of a reward, for a function that the style cannot call.
     """
@@ -86,13 +88,24 @@ def check_style(name: str, function: Callable[..., Any], style: Style, options: 
         for parameter in parameters.values()
         if parameter.default is parameter.empty
         and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
-        and parameter.name not in {*style.passed, *options}
+        and parameter.name not in options
     ]
-    unknown = [name for name in required if not style.passes_columns or name in _ONLY_TRL]
+    columns = [parameter for parameter in required if parameter not in style.passed]
+    unknown = [column for column in columns if not style.passes_columns or column in _ONLY_TRL]
     if unknown:
         fact = f"'{name}' needs '{unknown[0]}', which it does not receive here"
         raise RecipeError("function", fact, fix=f"give it a default, or options: {{{unknown[0]}: VALUE}}")
-    return tuple(required)
+    return [_SOURCES.get(parameter, (parameter,)) for parameter in required if parameter in (*columns, *_SOURCES)]
+
+
+def missing_column(columns: Sequence[Sources], row: Row) -> Failure | None:
+    """Return which column the row does not have; None if it has all."""
+    nested = row.get("reward_model")
+    names = {*row, *(f"reward_model.{name}" for name in (nested if isinstance(nested, Mapping) else ()))}
+    for sources in columns:
+        if not names.intersection(sources):
+            return Failure("unreadable", f"found no '{sources[0]}' in the row (expected {' or '.join(sources)})")
+    return None
 
 
 def with_accepted(function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
@@ -179,12 +192,12 @@ def _call_verl_batch(function: Callable[..., Any], texts: Sequence[str], respons
 def _verl_arguments(row: Row) -> dict[str, Any]:
     return {
         "data_source": row.get("data_source"),
-        "ground_truth": ground_truth(row),
+        "ground_truth": _ground_truth(row),
         "extra_info": dict(row.get("extra_info") or {}),
     }
 
 
-def ground_truth(row: Row) -> Any:
+def _ground_truth(row: Row) -> Any:
     """Return what verl's functions compare with: the row's own, or its answer."""
     nested = row.get("reward_model")
     in_verl = nested.get("ground_truth") if isinstance(nested, Mapping) else None
@@ -211,6 +224,12 @@ def _numbers(values: Any) -> Any:
     return np.asarray(values, np.float64).ravel()
 
 
+# The columns that an argument may come from.
+_SOURCES: Mapping[str, Sources] = {
+    "ground_truth": ("ground_truth", "reward_model.ground_truth", "answer"),
+    "ground_truths": ("ground_truth", "reward_model.ground_truth", "answer"),
+    "labels": ("label", "answer"),
+}
 # Columns that TRL does not pass, and arguments that only TRL has.
 _NOT_COLUMNS = frozenset({"prompt", "completion", "completion_ids"})
 _ONLY_TRL = frozenset({"trainer_state", "environments"})

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -10,13 +10,14 @@ from numpy.typing import NDArray
 
 from rlflow.compiler.checks.models import FIX_REWARD_MODEL, reward_models
 from rlflow.compiler.continuation import experiment_of
-from rlflow.compiler.graph import Graph
+from rlflow.compiler.graph import Graph, evaluation_nodes
 from rlflow.compiler.models import model_architecture, trained_model
 from rlflow.compiler.plan import Plan
+from rlflow.data.encoding import Rows
 from rlflow.data.source import DataSource
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
-from rlflow.errors import RecipeError
-from rlflow.recipe import Model, Recipe
+from rlflow.errors import RecipeError, below
+from rlflow.recipe import Data, Model, Recipe
 from rlflow.runtime.checkpoint import Checkpoint, RunProgress, checkpoints, last
 from rlflow.runtime.protocols import Runtime
 from rlflow.runtime.ray.engine_specs import is_on_gpu
@@ -137,6 +138,20 @@ def _vocabulary(recipe: Recipe, name: str) -> dict[str, int]:
         model = trained_model(model.recipe)
     vocabulary: dict[str, int] = load_tokenizer(name, model).get_vocab()
     return vocabulary
+
+
+def check_rows(plan: Plan, rows: Rows, held_out: Mapping[str, tuple[Data, Rows]]) -> list[str]:
+    """Return the warnings of nodes about rows that they read. Raises RecipeError for a row that a node cannot read."""
+    data, nodes, measured = plan.recipe.data, plan.graph.nodes, evaluation_nodes(plan.graph)
+    sets = [(node, rows, f"'{data.split}' of '{data.source}'") for node in nodes]
+    for name, (of_set, set_rows) in held_out.items() if measured else ():
+        where = f"'{of_set.eval_split}' of '{of_set.source}'" + (f", evaluation set '{name}'" if name else "")
+        sets += [(node, set_rows, where) for node in measured or ()]
+    warnings = []
+    for node, read_rows, where in sets:
+        with below(f"graph.{node.name}"):
+            warnings += [f"graph.{node.name}.{warning}" for warning in node.operation.check_rows(read_rows, where)]
+    return warnings
 
 
 def check_examples(plan: Plan, data: DataSource) -> None:

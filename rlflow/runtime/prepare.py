@@ -17,7 +17,7 @@ from rlflow.recipe import Data, Model
 from rlflow.resources.models.config import check_agreement
 from rlflow.runtime.checkpoint import RunProgress
 from rlflow.runtime.local import LocalRuntime
-from rlflow.runtime.preflight import check_examples
+from rlflow.runtime.preflight import check_examples, check_rows
 from rlflow.runtime.protocols import Report, Runtime
 from rlflow.system.atomic_folder import write_folder
 
@@ -77,6 +77,7 @@ def open_data(
 ) -> DataSource:
     """Encode the rows of training and evaluation for the graph of a plan. Raises RecipeError."""
     recipe, graph = plan.recipe, plan.graph
+    warnings = check_rows(plan, rows, held_out)
     name = recipe.roles[graph.tokenizer_role()].model
     edge: SourceEdge = "pairs" if "pairs" in graph.sources else "examples" if "examples" in graph.sources else "prompts"
     data = open_training_data(
@@ -90,4 +91,9 @@ def open_data(
     )
     check_examples(plan, data)
     renders_prompts = any(node.operation.reads_rendered_prompts for node in graph.nodes)
-    return replace(data, resumed_at=(progress.step, progress.rows), renders_prompts=renders_prompts)
+    return replace(
+        data,
+        resumed_at=(progress.step, progress.rows),
+        renders_prompts=renders_prompts,
+        warnings=(*warnings, *data.warnings),
+    )

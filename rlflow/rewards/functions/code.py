@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 from annotated_types import Ge
 
+from rlflow.errors import first_line
 from rlflow.rewards.base import Failure, Outcome, Row
 from rlflow.rewards.sandbox.root import Limits
 from rlflow.rewards.sandbox.run import Exit, LateSandboxError, SandboxError, run
@@ -19,6 +20,8 @@ from rlflow.schema import Count
 # The groups are the backquotes, the language and the rest of the line, which is empty where a block ends.
 _FENCE = re.compile(r"^ {0,3}(`{3,})[ \t]*(\w*)([^\n`]*)$", re.MULTILINE)
 _LANGUAGES = frozenset({"python", "python3", "py"})
+# The keys of a test, for a program and for a function.
+_FORMS = ({"input", "output"}, {"call", "arguments", "result"})
 _NO_RESULT = object()
 _MAX_CHARACTERS = 2**20
 # Seconds that a sandbox may take to start on busy cores.
@@ -41,6 +44,19 @@ def prepare(*, memory_mib: int = Limits.memory_mib, num_processes: int = Limits.
     if ended != Exit("exited", 0, b"1\n"):
         fact = f"Python does not start in the sandbox ({ended.reason}, code {ended.code})"
         raise SandboxError(f"{fact}: memory_mib is {memory_mib}, num_processes is {num_processes}")
+
+
+def check_row(row: Row) -> Failure | None:
+    """Return why the row has no tests; None if it has."""
+    try:
+        tests = _tests(row)
+    except (ValueError, TypeError) as error:
+        return Failure("unreadable", f"cannot use 'tests' of the row ({first_line(error)})")
+    for test in tests:
+        if not isinstance(test, Mapping) or not any(pair <= test.keys() for pair in _FORMS):
+            fact = f"expected input and output, or call, arguments and result, got {str(test)[:80]}"
+            return Failure("unreadable", f"cannot use 'tests' of the row ({fact})")
+    return None
 
 
 def reward(

@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from decimal import Decimal
 from functools import partial
 
-from rlflow.rewards.answers import Answer, column_answers, compare_any, whole_number
+from rlflow.rewards.answers import Answer, column_answers, compare_any, missing_answer, whole_number
 from rlflow.rewards.base import Outcome, Row, batched
+
+check_row = missing_answer
 
 
 @batched(64)

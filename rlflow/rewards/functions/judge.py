@@ -42,6 +42,16 @@ def check(*, url: str, prompt: str, api_key: str, **options: Any) -> None:
     _check_prompt(prompt)
 
 
+def check_row(row: Row, *, prompt: str) -> Failure | None:
+    """Return why a column that the prompt names cannot be shown to the judge; None if all can."""
+    values = [column_text({name: _value(name, row)}, name) for name in _columns(prompt)]
+    return next((value for value in values if isinstance(value, Failure)), None)
+
+
+def _columns(prompt: str) -> list[str]:
+    return [name for _, name, _, _ in Formatter().parse(prompt) if name and name != "response"]
+
+
 def _check_prompt(prompt: str) -> None:
     """Raise RecipeError for a prompt whose braces cannot be replaced, or which does not show the response."""
     fix = "name {response} and columns in braces; write other braces twice: {{ and }}"
@@ -89,12 +99,10 @@ def reward(
     holds the key; without it no key is sent.
     """
     key = os.environ.get(api_key)
-    names = [name for _, name, _, _ in Formatter().parse(prompt) if name and name != "response"]
     headers = {"Authorization": f"Bearer {key}"} if key else {}
 
     def judge(text: str, row: Row) -> Outcome:
-        values = [column_text({name: _value(name, row)}, name) for name in names]
-        if failure := next((value for value in values if isinstance(value, Failure)), None):
+        if failure := check_row(row, prompt=prompt):
             return failure
         message = {"role": "user", "content": prompt.format(**{**row, "response": text})}
         body = {"model": model, "messages": [message], "max_tokens": max_tokens, "temperature": temperature}

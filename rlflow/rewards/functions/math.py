@@ -5,10 +5,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from rlflow.rewards.answers import Answer, column_answers, compare_any, plain_text
+from rlflow.rewards.answers import Answer, column_answers, compare_any, missing_answer, plain_text
 from rlflow.rewards.base import Failure, Outcome, Row
 
 EXTRA = "math-verify"
+
+check_row = missing_answer
 
 
 def prepare() -> None:

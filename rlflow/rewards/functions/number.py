@@ -1,10 +1,20 @@
 """1 if the last number of the response equals the last number of the row's ``answer``, as in GSM8K; 0 otherwise."""
 
 from collections.abc import Sequence
+from decimal import Decimal
 from functools import partial
 
 from rlflow.rewards.answers import Answer, column_answers, compare_any, last_number, plain_text
 from rlflow.rewards.base import Failure, Outcome, Row, batched
+
+
+def check_row(row: Row) -> Failure | None:
+    """Return why the row has no number to compare with; None if it has."""
+    answers = column_answers(row, "answer")
+    if isinstance(answers, Failure):
+        return answers
+    numbers = [_expected(answer) for answer in answers]
+    return next((number for number in numbers if isinstance(number, Failure)), None)
 
 
 @batched(64)
@@ -17,7 +27,12 @@ def reward(texts: Sequence[str], rows: Sequence[Row]) -> list[Outcome]:
 
 
 def _equals(text: str, answer: Answer) -> bool | Failure:
-    expected = last_number(plain_text(answer))
-    if expected is None:
+    expected = _expected(answer)
+    return expected if isinstance(expected, Failure) else last_number(text) == expected
+
+
+def _expected(answer: Answer) -> Decimal | Failure:
+    number = last_number(plain_text(answer))
+    if number is None:
         return Failure("unreadable", f"found no number in the row's answer {str(answer)[-80:]!r}")
-    return last_number(text) == expected
+    return number
