@@ -3,6 +3,8 @@
 A position counts the rows of a run: rows of all epochs, in the order in which training uses them.
 """
 
+import hashlib
+import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -162,6 +164,15 @@ def load_rows(data: Data, field: Literal["split", "eval_split"]) -> Rows:
     # Read from the original row, so that two columns can be swapped.
     columns = data.columns.items()
     return split_answers([{**row, **{name: _value(row, column) for name, column in columns}} for row in rows])
+
+
+def describe_rows(rows: Rows) -> str:
+    """Return the number of rows and a digest of their values and their order."""
+    digest = hashlib.sha256()
+    for row in rows:
+        # The text of an object that has none of its own has an address, which differs between processes.
+        digest.update(json.dumps(row, default=lambda value: str(value).partition(" at 0x")[0]).encode())
+    return f"{len(rows)} rows with the digest {digest.hexdigest()[:12]}"
 
 
 def _value(row: Mapping[str, Any], column: str) -> Any:

@@ -40,6 +40,8 @@ class RunProgress:
     """The measures on held-out rows, by step; JSON's keys are texts."""
     skipped: Sequence[int] = ()
     """The steps, counted from 1, that were skipped because of values that were not finite."""
+    data: str = ""
+    """The number of training rows and their digest; empty in checkpoints of older versions."""
 
     def stepped(self, rows: int, skipped: Sequence[int]) -> "RunProgress":
         """Return the progress after one more step, which has taken ``rows`` rows; ``skipped`` are all skipped steps."""

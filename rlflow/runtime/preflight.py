@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from rlflow.compiler.graph import Graph, evaluation_nodes
 from rlflow.compiler.models import model_architecture, trained_model
 from rlflow.compiler.plan import Plan
 from rlflow.data.encoding import Rows
-from rlflow.data.source import DataSource
+from rlflow.data.source import DataSource, describe_rows
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.errors import RecipeError, below
 from rlflow.recipe import Data, Model, Recipe
@@ -100,6 +101,21 @@ def last_checkpoint(plan: Plan, directory: Path, *, resume: bool) -> tuple[Check
         fact = f"{plan.recipe.steps} is less than the {progress.step} steps that the run has made"
         raise RecipeError("steps", fact, fix="steps=+100 trains for 100 more")
     return checkpoint, progress
+
+
+def with_data(progress: RunProgress, rows: Rows, directory: Path) -> RunProgress:
+    """Return the progress with a description of its rows. Raises RecipeError if a resumed run had other ones.
+
+    Which rows a step takes follows from their number, so other rows would repeat some and leave out others.
+    """
+    data = describe_rows(rows)
+    if progress.data not in ("", data):
+        raise RecipeError(
+            "resume",
+            f"'{directory}' was trained on {progress.data}, and data.source now has {data}",
+            fix=f"restore the rows, or a new run that starts from models.NAME.path={directory}/model/ROLE",
+        )
+    return replace(progress, data=data)
 
 
 def _no_checkpoint(directory: Path) -> RecipeError:

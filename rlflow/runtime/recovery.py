@@ -35,7 +35,8 @@ def recover(session: Session, error: EngineError) -> None:
     _release_values(error)
     directory, before = session.directory, session.progress.step
     remove_unfinished(directory)
-    session.last, session.progress = last_checkpoint(session.plan, directory, resume=bool(checkpoints(directory)))
+    session.last, progress = last_checkpoint(session.plan, directory, resume=bool(checkpoints(directory)))
+    session.progress = replace(progress, data=session.progress.data)
     step, rows = session.progress.step, session.progress.rows
     session.local_data = replace(session.local_data, resumed_at=(step, rows))
     session.returns = session.returns + 1 if session.restarts and step == before else 1

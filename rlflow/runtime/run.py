@@ -26,7 +26,7 @@ from rlflow.runtime.finish import finish
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.measurements import StepTimes
 from rlflow.runtime.observers import Observers
-from rlflow.runtime.preflight import check_before_start, check_directory, last_checkpoint
+from rlflow.runtime.preflight import check_before_start, check_directory, last_checkpoint, with_data
 from rlflow.runtime.prepare import open_data, resolve_models, runtime_of
 from rlflow.runtime.protocols import Observer, Report, Runtime
 from rlflow.runtime.recovery import recover
@@ -93,6 +93,7 @@ def _opened(
         warnings = _warn(observer, last.damaged if last else ())
         remove_unfinished(directory)
         rows, held_out = load_rows(plan.recipe.data, "split"), load_held_out(plan.recipe.data, plan.recipe.evaluation)
+        progress = with_data(progress, rows, directory)
 
         def train_base(base: Plan, name: str) -> Report:
             write_plan(plan, directory)

@@ -136,6 +136,23 @@ def test_a_run_without_a_new_best_ends_early_also_when_it_is_resumed(
     assert go(plan_of("real", "steps=10"), tmp_path / "1", resume=True).steps == 10, "without patience it goes on"
 
 
+def test_a_run_is_not_resumed_with_other_rows(tmp_path: Path) -> None:
+    """Which rows a step takes follows from their number."""
+    rows = tmp_path / "rows.jsonl"
+    plan = plan_of("fake", f"data.source={rows}", "data.eval_split=null", "evaluation=null")
+    lines = [json.dumps({"prompt": str(number), "answer": "1"}) + "\n" for number in range(9)]
+    rows.write_text("".join(lines[:6]))
+    go(plan, tmp_path / "run", until=1)
+    for changed in (lines, lines[:6][::-1], [*lines[:5], lines[5].replace('"1"', '"2"')]):
+        rows.write_text("".join(changed))
+        with pytest.raises(
+            RecipeError, match=r"^resume: '.*' was trained on 6 rows with the digest \w+, and data.source"
+        ):
+            go(plan, tmp_path / "run", resume=True)
+    rows.write_text("".join(lines[:6]))
+    assert go(plan, tmp_path / "run", resume=True).status == "finished"
+
+
 def test_a_checkpoint_behind_the_metrics(tmp_path: Path) -> None:
     """A run that died after step 5, its last checkpoint at step 4: what is done again stands there once."""
     plan = plan_of("fake")
