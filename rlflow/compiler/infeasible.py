@@ -1,5 +1,6 @@
 """The error for a recipe that does not fit a cluster: the pins that conflict, what the roles lack, and fixes."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from math import floor
@@ -86,7 +87,7 @@ def _refusal(problem: Problem) -> PlacementError | None:
 
 
 def _lack(problem: Problem) -> tuple[str | None, str]:
-    """Return what the roles lack, and the role that lacks it in the plan that comes nearest: memory, or whole groups.
+    """Return what the roles lack, and the role that lacks it in most plans that nearly fit: memory, or whole groups.
 
     Of GPU and host memory, it is the one of which less more would do.
     """
@@ -108,8 +109,12 @@ def _lack(problem: Problem) -> tuple[str | None, str]:
     if not needs:
         return _missing_groups(_with_gpu_memory(problem, _PLENTY))
     _, what, nearly = min(needs, key=lambda need: need[0])
-    role = _nearest_shortage(nearly).role
-    return role, f"{role} needs {what}; predicted: {_nearest_shortage(problem, role).what}"
+    # Any role lacks memory in some plan, as where it has a single GPU.
+    rejected = _shortages(nearly)
+    times = Counter(shortage.role for shortage in rejected)
+    role = min(rejected, key=lambda shortage: (-times[shortage.role], shortage.gib)).role
+    nearest = min(_shortages(problem), key=lambda shortage: (shortage.role != role, shortage.gib))
+    return role, f"{role} needs {what}; predicted: {nearest.what}"
 
 
 def _with_gpu_memory(problem: Problem, gib: int) -> Problem:
@@ -130,14 +135,11 @@ def _with_host_memory(problem: Problem, gib: int) -> Problem:
     return replace(problem, cluster=replace(problem.cluster, hosts=hosts))
 
 
-def _nearest_shortage(problem: Problem, role: str | None = None) -> Shortage:
-    """Return the smallest shortage, of this role if it has one."""
+def _shortages(problem: Problem) -> list[Shortage]:
+    """Return why each plan of a problem that has none was rejected."""
     search = problem.search()
     search.fits()
-    shortages = [rejected.shortage for rejected in search.rejected]
-    return min(
-        [shortage for shortage in shortages if shortage.role == role] or shortages, key=lambda shortage: shortage.gib
-    )
+    return [rejected.shortage for rejected in search.rejected]
 
 
 def _missing_groups(problem: Problem) -> tuple[str | None, str]:

@@ -76,6 +76,23 @@ def test_the_memory_that_is_missing_is_measured_by_planning() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("pins", "role"),
+    [
+        (("roles.actor.zero_stage=2",), "actor"),
+        (("roles.actor.zero_stage=2", "roles.reference.zero_stage=3"), "actor"),
+        (("roles.reference.zero_stage=0",), "reference"),
+        (("roles.rollout.tensor_parallel_size=1", "roles.rollout.pipeline_parallel_size=1"), "rollout"),
+    ],
+)
+def test_the_reason_is_the_role_of_the_pin(pins: tuple[str, ...], role: str) -> None:
+    """Each of the pins keeps all 131 GiB of the weights on a GPU; some plan is also short of room for another role."""
+    error = refused("recipe=grpo_32b", "model@models.policy=llama3_1_70b", *pins, cluster="9x8@a100_80gb")
+    assert error.path == pins[0].partition("=")[0]
+    assert f"({role} needs GPUs with at least " in error.fact
+
+
+@pytest.mark.slow
 def test_shorter_responses() -> None:
     """A pass over 64,096 tokens does not fit on one GPU, and one over 31,000 does."""
     error = refused("recipe=rm_7b", "expect.response_tokens=[30000]", cluster="1x1@rtx_4090")
