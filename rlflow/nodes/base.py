@@ -164,10 +164,7 @@ class Node(Section):
         """Raise a UserError or an EngineError where the node cannot run on this host, before anything starts."""
 
     def check_rows(self, rows: Sequence[Mapping[str, Any]], where: str) -> Iterable[str]:
-        """Raise a RecipeError, its path counted from the node, for a row that the node cannot read.
-
-        Yield warnings about rows that it can do without. ``where`` names the rows in messages.
-        """
+        """Raise a RecipeError, its path counted from the node, for rows that it cannot read; return warnings."""
         return ()
 
     def cautions(self, view: "NodeView") -> Iterable[str]:
@@ -201,11 +198,6 @@ class Node(Section):
     @property
     def can_stream(self) -> bool:
         """Return whether consumers may start with single responses, because the engine's output is the node's own."""
-        return False
-
-    @property
-    def reads_rendered_prompts(self) -> bool:
-        """Return whether rows need the text of their prompt as the model reads it."""
         return False
 
     def new_state(self) -> State | None:

@@ -136,6 +136,7 @@ class Reward(Node, kind="reward", unit="sample"):
 
     @property
     def reads_rendered_prompts(self) -> bool:
+        """Return whether rows need the text of their prompt as the model reads it."""
         return any(term.style != "rlflow" and STYLES[term.style].reads_rendered_prompts for term in self.terms.values())
 
     def formula(self, symbols: Mapping[str, str]) -> Formula:

@@ -90,7 +90,7 @@ def open_data(
         edge=edge,
     )
     check_examples(plan, data)
-    renders_prompts = any(node.operation.reads_rendered_prompts for node in graph.nodes)
+    renders_prompts = any(getattr(node.operation, "reads_rendered_prompts", False) for node in graph.nodes)
     return replace(
         data,
         resumed_at=(progress.step, progress.rows),
