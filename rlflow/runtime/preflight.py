@@ -106,7 +106,7 @@ def last_checkpoint(plan: Plan, directory: Path, *, resume: bool) -> tuple[Check
 def with_data(progress: RunProgress, rows: Rows, directory: Path) -> RunProgress:
     """Return the progress with a description of its rows. Raises RecipeError if a resumed run had other ones.
 
-    Which rows a step takes follows from their number, so other rows would repeat some and leave out others.
+    A step takes rows by their places, so other rows would repeat some and leave out others.
     """
     data = describe_rows(rows)
     if progress.data not in ("", data):

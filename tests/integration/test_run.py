@@ -137,7 +137,7 @@ def test_a_run_without_a_new_best_ends_early_also_when_it_is_resumed(
 
 
 def test_a_run_is_not_resumed_with_other_rows(tmp_path: Path) -> None:
-    """Which rows a step takes follows from their number."""
+    """A step takes rows by their places, so that other rows would repeat some and leave out others."""
     rows = tmp_path / "rows.jsonl"
     plan = plan_of("fake", f"data.source={rows}", "data.eval_split=null", "evaluation=null")
     lines = [json.dumps({"prompt": str(number), "answer": "1"}) + "\n" for number in range(9)]
