@@ -26,8 +26,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
-from statsmodels.robust.norms import TukeyBiweight
-from statsmodels.robust.robust_linear_model import RLM
 
 # Waiting threads of a library would count as work.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -124,6 +122,9 @@ def compare(
     The logarithm of a time is a sum: of its step, its run, and each part that the step goes without. Tukey's weights
     leave out the times of interruptions.
     """
+    from statsmodels.robust.norms import TukeyBiweight
+    from statsmodels.robust.robust_linear_model import RLM
+
     seconds = np.array([[getattr(each, clock) for each in steps] for steps in times])
     runs = np.array([each.run for steps in times for each in steps])
     num_variants, num_steps = seconds.shape

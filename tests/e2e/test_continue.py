@@ -105,6 +105,7 @@ def test_it_goes_on_where_it_was_unless_told(typed: Typed, tmp_path: Path) -> No
     assert "fake on 1x1@cpu" in typed("resume=run", "steps=+1", "dry_run=true", "cluster=local")[1]
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_says_how_to_continue(typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once there is a checkpoint."""
 

@@ -4,6 +4,7 @@ import fcntl
 import os
 import pty
 import re
+import runpy
 import struct
 import subprocess
 import sys
@@ -26,10 +27,14 @@ def test_the_command_is_installed_with_the_package() -> None:
 
 
 @pytest.mark.parametrize("command", SUBCOMMANDS)
-def test_a_subcommand_is_also_found_as_a_module(command: str) -> None:
-    called = [sys.executable, "-m", f"rlflow.{command}", "--help"]
-    done = subprocess.run(called, capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.startswith(f"usage: rlflow {command} [-h]")
+def test_a_subcommand_is_also_found_as_a_module(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["python", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module(f"rlflow.{command}", run_name="__main__")
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: rlflow {command} [-h]")
 
 
 def test_version_and_help(typed: Typed) -> None:
