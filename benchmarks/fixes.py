@@ -163,6 +163,8 @@ def applied(case: Case, fix: str) -> tuple[Recipe, Cluster]:
 
 def is_true(case: Case, error: PlacementError) -> bool:
     """Return whether the stated reason holds."""
+    if error.path.endswith(".dtype"):
+        return all("bfloat16" not in (gpu.peak_tflops or ()) for gpu in case.cluster.gpus.values())
     stated, others = _named_pins(case, error), re.search(r"conflict on|does not fit|nothing fits", error.fact)
     if not others:
         # A rule that a single role breaks: without the values that the error names, planning gets further.

@@ -6,7 +6,7 @@ from dataclasses import replace
 from math import floor
 
 from rlflow.compiler.fixes import fixes
-from rlflow.compiler.plan import NOTHING_FITS
+from rlflow.compiler.plan import NOTHING_FITS, plan
 from rlflow.compiler.problem import Pin, Problem
 from rlflow.errors import PlacementError
 from rlflow.resources.planner.confidence import Margin
@@ -18,6 +18,9 @@ _PLENTY = 2**20
 
 def infeasible_error(problem: Problem, raised: PlacementError) -> PlacementError:
     """Return the error with a reason and fixes that planning again confirms, for the error that planning raised."""
+    if raised.path.endswith(".dtype"):
+        raised.notes["Fix"] = _fix_of_type(problem, raised.path)
+        return raised
     conflict = _conflicting_pins(problem)
     changes = _fixes(problem, conflict)
     alone = problem.without([pin for pin in problem.pins if pin not in conflict])
@@ -36,6 +39,20 @@ def infeasible_error(problem: Problem, raised: PlacementError) -> PlacementError
     error = PlacementError(path, fact, free=f"{total} GPU{'s' if total > 1 else ''}", fix=fix)
     error.notes["Known"] = raised.notes["Known"]
     return error
+
+
+def _fix_of_type(problem: Problem, path: str) -> str:
+    """Return the changes with which a model that no GPU can compute has a plan in float32; ``path`` is its type's."""
+    name, models = path.split(".")[1], problem.recipe.models
+    changed = problem.with_recipe(
+        replace(problem.recipe, models={**models, name: replace(models[name], dtype="float32")})
+    )
+    try:
+        plan(changed, changed.search())
+    except PlacementError as error:
+        fixes = str(infeasible_error(changed, error).notes["Fix"]).split(", or ")
+        return ", or ".join(f"{path}=float32{' and' if fix[0].isdigit() else ''} {fix}" for fix in fixes)
+    return f"{path}=float32"
 
 
 def safer_changes(problem: Problem) -> tuple[str, ...]:

@@ -37,6 +37,7 @@ def lower(recipe: Recipe, graph: Graph) -> Requirements:
                 parallel=engine_kind(role.engine).parallel,
                 job="train" if name in trained else "serve" if "Generates" in capabilities else "score",
                 architecture=role_architecture(recipe, graph, name),
+                dtype=model.dtype,
                 weight_bytes=WEIGHT_BYTES[model.dtype],
                 training=training_memory(role, model),
                 own_process=engine_kind(role.engine).package is not None,

@@ -71,8 +71,8 @@ class Problem:
         ]
 
     def requirements(self) -> Requirements:
-        """Return what the recipe needs, whatever the cluster. Raises UserError for a recipe that no cluster can run."""
-        check(self.recipe, self.graph)
+        """Return what the recipe needs, whatever the cluster. Raises UserError for a recipe that cannot run there."""
+        check(self.recipe, self.graph, self.cluster)
         return lower(self.recipe, self.graph)
 
     def search(self) -> Search:

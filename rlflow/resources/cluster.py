@@ -43,6 +43,8 @@ class Gpu(Section):
     """Bandwidth to the other GPUs of its host, in one direction, in GB/s."""
     nvls_channels: CountOrZero = 0
     """NCCL channels for NVLink SHARP, each with its own buffers; 0 where the switches cannot reduce."""
+    condition: str | None = None
+    """A condition under which rlflow runs on it, which plans state; null if there is none."""
     network_gb_s: _Rate | None = None
     """Its usual share of the bandwidth to other hosts, in one direction, in GB/s."""
     price_per_hour: Annotated[float, Ge(0), Le(1e9)] | None = None
@@ -95,6 +97,11 @@ class Cluster(Section):
         """Return the shortest ``HOSTSxGPUS@KIND`` text that describes the hosts in order."""
         runs = [(len(list(run)), *like) for like, run in groupby(self.hosts, lambda host: (host.gpus, host.gpu))]
         return "+".join(f"{count}x{gpus}@{gpu}" for count, gpus, gpu in runs)
+
+    def computes_in(self, host: Host, dtype: str) -> bool:
+        """Return whether the host's GPUs compute in a number type; without figures they are taken to."""
+        peaks = self.gpus[host.gpu].peak_tflops
+        return peaks is None or dtype in peaks
 
     def memory_gib(self, host: Host) -> float | None:
         """Return the memory of each of the host's GPUs."""

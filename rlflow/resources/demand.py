@@ -28,6 +28,8 @@ class Demand:
     job: RoleJob
     architecture: Architecture | None
     """None for a model whose figures are not known."""
+    dtype: str = "bfloat16"
+    """The number type that the model computes in."""
     weight_bytes: float = 2
     """Bytes of a parameter, where the role is not trained."""
     training: TrainingMemory = MIXED_PRECISION

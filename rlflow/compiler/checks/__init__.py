@@ -10,6 +10,7 @@ from rlflow.compiler.checks.learning import check_learning
 from rlflow.compiler.checks.models import (
     check_adapters,
     check_micro_batches,
+    check_on_cluster,
     check_output_layers,
     check_positions,
     check_reward_models,
@@ -20,6 +21,7 @@ from rlflow.compiler.checks.roles import check_heads, check_roles
 from rlflow.compiler.checks.schedule import check_overlap, check_resampling
 from rlflow.compiler.graph import Graph
 from rlflow.recipe import Recipe
+from rlflow.resources.cluster import Cluster
 
 RULES = (
     check_options,
@@ -43,10 +45,13 @@ RULES = (
 )
 
 
-def check(recipe: Recipe, graph: Graph) -> None:
+def check(recipe: Recipe, graph: Graph, cluster: Cluster | None = None) -> None:
     """Apply all rules to a recipe and its graph. Raises RecipeError and GraphError.
 
-    Raises PlacementError for a pinned micro-batch that is smaller than the longest sequence: another pin helps.
+    Raises PlacementError for a pinned micro-batch that is smaller than the longest sequence: another pin helps. So it
+    does for a model that no GPU of the cluster can compute.
     """
     for rule in RULES:
         rule(recipe, graph)
+    if cluster is not None:
+        check_on_cluster(recipe, cluster)

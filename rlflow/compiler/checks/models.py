@@ -9,6 +9,7 @@ from rlflow.compiler.wire import wire
 from rlflow.engines.base import choose_head
 from rlflow.errors import GraphError, PlacementError, RecipeError, did_you_mean
 from rlflow.recipe import Model, Recipe
+from rlflow.resources.cluster import Cluster
 from rlflow.resources.models.lora import LINEAR_LAYERS
 
 FIX_REWARD_MODEL = "a model that reward_model_update has trained, as {recipe: rm_tiny}"
@@ -97,6 +98,24 @@ def check_adapters(recipe: Recipe, graph: Graph) -> None:
         fact = f"a {architecture.model_type} has no layer '{missing[0]}' that adapters can stand beside"
         fix = did_you_mean(missing[0], LINEAR_LAYERS) or f"{path}=all-linear, or some of the known layers"
         raise GraphError(path, fact, known=LINEAR_LAYERS, fix=fix)
+
+
+def check_on_cluster(recipe: Recipe, cluster: Cluster) -> None:
+    """Raise PlacementError for a model that no GPU of the cluster computes, and for one of unknown size on GPUs."""
+    hosts = [host for host in cluster.hosts if host.usable]
+    for role_name, role in recipe.roles.items():
+        path, model = f"models.{role.model}", recipe.models[role.model]
+        if not any(cluster.computes_in(host, model.dtype) for host in hosts):
+            kinds = " and ".join(sorted({host.gpu for host in hosts}))
+            fact = f"{kinds} cannot compute in {model.dtype}"
+            raise PlacementError(f"{path}.dtype", fact, fix=f"{path}.dtype=float32")
+        if model_architecture(model) is None and any(cluster.memory_gib(host) is not None for host in hosts):
+            fix = (
+                f"{path}.architecture, a card (model@{path}=CARD, conf/model), or a config.json in the folder of "
+                f"{path}.path or in the hub's cache: `hf download {model.path or 'NAME'} config.json`"
+            )
+            fact = f"its architecture is not known, and without it neither memory nor time ({path})"
+            raise PlacementError(f"roles.{role_name}.model", fact, fix=fix)
 
 
 def check_micro_batches(recipe: Recipe, graph: Graph) -> None:

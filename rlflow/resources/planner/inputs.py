@@ -1,7 +1,7 @@
 """The inputs of planning: the demands of roles, the work of a step, the cluster, and measured efficiencies."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rlflow.errors import PlacementError
 from rlflow.resources.cluster import Cluster
@@ -21,6 +21,8 @@ class PlannerInputs:
     workload: Workload
     cluster: Cluster
     calibration: Calibration
+    scarce_types: frozenset[str] = frozenset()
+    """Number types of roles that not all hosts compute in. They are labels of the hosts that do."""
     _host_sets: dict[frozenset[str], HostSet] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
@@ -29,7 +31,9 @@ class PlannerInputs:
     ) -> "PlannerInputs":
         """Return the inputs for demands in any order."""
         by_role = {demand.role: demand for demand in sorted(demands, key=lambda demand: demand.role)}
-        return cls(by_role, workload, cluster, calibration)
+        types, hosts = {demand.dtype for demand in demands}, cluster.hosts
+        scarce = frozenset(dtype for dtype in types if not all(cluster.computes_in(host, dtype) for host in hosts))
+        return cls(by_role, workload, _labelled(cluster, scarce), calibration, scarce)
 
     def demands_of(self, roles: Sequence[str]) -> tuple[Demand, ...]:
         """Return the demands of a pool's roles."""
@@ -37,7 +41,9 @@ class PlannerInputs:
 
     def labels(self, roles: Sequence[str]) -> frozenset[str]:
         """Return the labels that the hosts of a pool with these roles have."""
-        return frozenset(label for role in roles if (label := self.demands[role].pins.label) is not None)
+        demands = self.demands_of(roles)
+        types = self.scarce_types.intersection(demand.dtype for demand in demands)
+        return frozenset(label for demand in demands if (label := demand.pins.label) is not None) | types
 
     def host_set(self, roles: Sequence[str]) -> HostSet:
         """Return the hosts that the roles may use together. Raises PlacementError when there are none."""
@@ -55,3 +61,12 @@ class PlannerInputs:
         """Return the number of GPUs that any of the pools may use."""
         hosts = {host.name: len(host.usable) for pool in partition for host in self.host_set(pool).hosts}
         return sum(hosts.values())
+
+
+def _labelled(cluster: Cluster, types: Collection[str]) -> Cluster:
+    """Return the cluster with those of the number types that each host computes in as labels."""
+    labels = {
+        host.name: [dtype for dtype in sorted(types) if cluster.computes_in(host, dtype)] for host in cluster.hosts
+    }
+    hosts = tuple(replace(host, labels=(*host.labels, *labels[host.name])) for host in cluster.hosts)
+    return replace(cluster, hosts=hosts) if types else cluster

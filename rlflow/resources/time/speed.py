@@ -168,7 +168,7 @@ def gpu_speed(
     ``share`` is the part of a CPU that each of several simulated hosts has.
     """
     peaks = gpu.peak_tflops or {}
-    peak = efficiency.peak_tflops or peaks.get(dtype) or peaks.get("float16") or peaks.get("float32")
+    peak = efficiency.peak_tflops or peaks.get(dtype) or peaks.get("float32") or peaks.get("float16")
     memory = efficiency.memory_gb_s or gpu.memory_gb_s
     if peak is None or memory is None:
         raise PlacementError(

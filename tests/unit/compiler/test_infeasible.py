@@ -42,6 +42,41 @@ def test_a_number_of_gpus_that_the_cluster_does_not_have() -> None:
     assert error.notes["Fix"] == "roles.rollout.gpus=16"
 
 
+@pytest.mark.parametrize(
+    ("policy", "cluster", "fix"),
+    [
+        ("qwen2_5_0_5b", "1x8@v100_32gb", "models.policy.dtype=float32"),
+        ("qwen2_5_3b", "1x8@v100_16gb", "models.policy.dtype=float32"),
+        ("qwen2_5_7b", "1x1@v100_16gb", "models.policy.dtype=float32 cluster="),
+    ],
+)
+def test_gpus_without_bfloat16(policy: str, cluster: str, fix: str) -> None:
+    """A V100 has no bfloat16, and vLLM refuses it there."""
+    error = refused("recipe=grpo_7b", f"model@models.policy={policy}", cluster=cluster)
+    assert (error.path, error.fact) == ("models.policy.dtype", f"{cluster[4:]} cannot compute in bfloat16")
+    assert str(error.notes["Fix"]).startswith(fix)
+
+
+def test_gpus_without_bfloat16_are_left_out_of_a_mixed_cluster() -> None:
+    plan = rlflow.compile(load("recipe=grpo_7b"), "1x8@v100_32gb+1x8@a100_80gb")
+    assert {bundle.host for role in plan.roles.values() for bundle in role.bundles} == {"host-1"}
+    assert "8 GPUs of the cluster not used" in plan.prediction.warnings
+    error = refused("recipe=grpo_7b", "roles.actor.label=v100_32gb", cluster="1x8@v100_32gb+1x8@a100_80gb")
+    assert error.fact == "no host has the labels 'bfloat16' and 'v100_32gb'"
+
+
+def test_conditions_of_other_accelerators_are_stated() -> None:
+    for kind, condition in (("mi300x", "ROCm"), ("ascend_910b", "rlflow does not run on NPUs")):
+        plan = rlflow.compile(load("recipe=grpo_7b"), f"1x8@{kind}")
+        assert any(warning.startswith(f"{kind}: ") and condition in warning for warning in plan.prediction.warnings)
+
+
+def test_a_model_of_unknown_size() -> None:
+    with pytest.raises(PlacementError, match=r"^roles\.actor\.model: its architecture is not known") as raised:
+        rlflow.compile(load("recipe=grpo_7b", "models.policy.path=some/model", "~models.policy.architecture"), "1x8")
+    assert "`hf download some/model config.json`" in str(raised.value)
+
+
 def test_the_nearest_group_is_proposed() -> None:
     error = refused("recipe=grpo_7b", "roles.rollout.tensor_parallel_size=12", cluster="2x8")
     # The model has 28 heads and 4 key-value heads: of the degrees up to 8, four is the largest that divides both.

@@ -77,8 +77,8 @@ def _idle_reason(inputs: PlannerInputs, layout: Layout, pool: Counter[str], unus
 def _cluster_warnings(inputs: PlannerInputs, result: SearchResult) -> Iterator[str]:
     hosts = [host for host in inputs.cluster.hosts if host.usable]
     for kind in sorted({host.gpu for host in hosts}):
-        if "bfloat16" not in (inputs.cluster.gpus[kind].peak_tflops or {"bfloat16": 1}):
-            yield f"{kind} does not compute in bfloat16: times are predicted for float16"
+        if condition := inputs.cluster.gpus[kind].condition:
+            yield f"{kind}: {condition}"
     used = {bundle for placement in result.roles.values() for bundle in placement.bundles}
     unused = sum(len(host.usable) for host in hosts) - len(used)
     if unused and all(inputs.cluster.memory_gib(host) is not None for host in hosts):

@@ -122,12 +122,6 @@ class Search:
         for demand in self.inputs.demands.values():
             host_set = self.inputs.host_set([demand.role])
             demand.check(host_set.largest_host, on_gpus=host_set.memory_gib is not None)
-            if demand.architecture is None and host_set.memory_gib is not None:
-                raise PlacementError(
-                    f"roles.{demand.role}.model",
-                    "its architecture is not known, and without it neither memory nor time",
-                    fix="a card of conf/model, models.<name>.architecture, or a path to a folder with a config.json",
-                )
 
     def _partitions(self) -> list[Partition]:
         """Return the ways to share whose roles do not contradict each other. Raises PlacementError without any."""

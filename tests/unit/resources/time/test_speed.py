@@ -43,7 +43,7 @@ def test_messages_between_hosts_take_longer_unless_the_same_links_join_them() ->
 
 def test_older_kinds_have_only_half_precision() -> None:
     v100 = Gpu(peak_tflops={"float16": 125.0, "float32": 15.7}, memory_gb_s=900, source="here")
-    assert gpu_speed(v100, 8, Efficiency()).flops == 125e12
+    assert gpu_speed(v100, 8, Efficiency()).flops == 15.7e12
 
 
 def test_a_kind_without_figures_is_refused() -> None:
