@@ -9,8 +9,8 @@ from tests.conftest import ROOT
 
 # These run no recipe: they measure rewards or modules alone, or draw demands and recipes with mistakes at random.
 WITHOUT_PLANS = {"fixes", "fsdp_memory", "fuzz_recipes", "memory_scaling", "pins", "rewards"}
-# These have many plans, or large ones, or import TRL.
-SLOW = {"algorithms", "grpo_vs_trl", "own_runs", "planning_time"}
+# These have many plans, or large ones, or make a model, or import TRL.
+SLOW = {"algorithms", "grpo_vs_trl", "overlap", "own_runs", "placement", "planning_time", "staleness"}
 
 
 def programs() -> list[str]:

@@ -14,7 +14,11 @@ SAMPLE = random.Random(0).sample(TABLE, 30)
 
 
 @pytest.mark.parametrize(
-    "cases", [pytest.param(SAMPLE, id="sample"), pytest.param(TABLE, id="all", marks=pytest.mark.soak)]
+    "cases",
+    [
+        pytest.param(SAMPLE, id="sample", marks=pytest.mark.slow),
+        pytest.param(TABLE, id="all", marks=pytest.mark.soak),
+    ],
 )
 def test_the_table(cases: list[Mutation], tmp_path: Path) -> None:
     answers = [(case, ask_about(case, tmp_path)) for case in cases]

@@ -15,6 +15,7 @@ def test_what_a_stand_in_replaces_exists() -> None:
             assert callable(pkgutil.resolve_name(name)), name
 
 
+@pytest.mark.slow
 def test_the_cost_of_each_part_is_found_between_runs_of_different_speed() -> None:
     """A step takes 1 with all parts but the trace; steps, runs and single times differ by more than the parts cost."""
     draw = random.Random(0)

@@ -1,5 +1,6 @@
 """Whole runs that generate ahead of training: they repeat themselves, and go on where they stopped."""
 
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +26,7 @@ K2 = ("overlap.max_staleness=2", "steps=5")
 
 
 class Delayed:
-    """An engine whose calls take longer, by work that a seed draws."""
+    """An engine whose calls take longer, by milliseconds that a seed draws."""
 
     def __init__(self, engine: Any, seed: int) -> None:
         self._engine, self._draw = engine, np.random.default_rng(seed)
@@ -34,8 +35,7 @@ class Delayed:
         method = getattr(self._engine, name)
 
         def called(*arguments: Any, **named: Any) -> Any:
-            for _ in range(self._draw.integers(0, 40)):
-                np.linalg.inv(np.eye(100))
+            time.sleep(self._draw.uniform(0, 0.01))
             return method(*arguments, **named)
 
         return called if callable(method) else method

@@ -59,6 +59,7 @@ def test_curves_have_the_steps_and_values_of_the_metrics(tmp_path: Path) -> None
     assert len(figures["samples"]) == 6
 
 
+@pytest.mark.slow
 def test_a_long_run_keeps_its_first_and_last_points_and_the_page_stays_small(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", steps=20_000)
     steps, values = RunFiles(folder).figures()["curves"]["rewards/mean"]

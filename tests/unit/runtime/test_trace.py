@@ -78,6 +78,7 @@ def test_arrows_follow_the_edges_of_the_graph(tmp_path: Path) -> None:
     assert not {("update", "rollouts"), ("rewards", "reference")} & found
 
 
+@pytest.mark.slow
 def test_only_chosen_steps_are_traced(tmp_path: Path) -> None:
     assert len(traced(tmp_path / "some", (2, 6))) > 2
     assert {step for step, _ in seconds_of(checked_events(tmp_path / "some" / "trace.json"), "controller")} == {2, 6}
