@@ -14,17 +14,17 @@ _ADAPTER_LAUNCHES = 2.3
 # Parameters per second that the CPUs of a host update. Adam is bound by their memory: 28 bytes each at about
 # 200 GB/s (Ren et al. 2021, ZeRO-Offload, table 4: 10 billion in about a second).
 _HOST_ADAM = 8e9
-# Bytes per second between a GPU and its host's memory: PCIe 4.0 x16 with pinned buffers, and without, which is how
-# module.to("cpu") moves a whole state from all GPUs of a host at once.
-_PINNED, _PAGEABLE = 20e9, 6e9
+# Bytes per second between a GPU and its host's memory: PCIe 4.0 x16 with pinned buffers, which all engines use.
+_PINNED = 20e9
 # Bytes per second that a host copies into its object store or out of it (176 MB, in and out, took 0.10 to 0.13 s on two
 # cores), bytes per second that it sends to others over TCP, and seconds until the first byte.
 _STORE_COPY, _STORE_TCP, _STORE_S = 3e9, 1.5e9, 5e-3
 # vLLM's log reports 1.5 s to fall asleep and 1.5 s to wake up; its weights are copied besides.
 ENGINE_WAKE_S = 3.0
-# Python time on the controller: of a step, and of collecting, decoding, scoring by rule and packing a sample. Published
-# logs of NeMo-RL have 4 s of it in a step of 66 s.
-_HOST_STEP_S, _HOST_SAMPLE_S = 0.1, 2e-3
+# Python time on the controller: of a step, and of collecting, decoding, scoring by rule and packing a sample and each
+# token of its response. 1,024 samples of 4 tokens took 0.08 s (benchmarks/RESULTS.md, "On a GPU"); published logs of
+# NeMo-RL have 4 s for 2,048 samples of about 3,200 tokens.
+_HOST_STEP_S, _HOST_SAMPLE_S, _HOST_TOKEN_S = 0.1, 0.08e-3, 0.6e-6
 # Time of each tensor of the file in a weight sync: it is gathered, renamed, looked up and copied into the engine. A
 # model with experts has tens of thousands.
 _SYNC_TENSOR_S = 0.7e-3
@@ -250,9 +250,12 @@ def transfer_seconds(
 
 def offload_seconds(size: float) -> float:
     """Return the time to move bytes from a GPU to its host's memory or back, for all GPUs of a host at once."""
-    return size / _PAGEABLE
+    return size / _PINNED
 
 
-def host_seconds(samples: float) -> float:
-    """Return the time of the controller's own work in a step, which overlaps with nothing."""
-    return _HOST_STEP_S + _HOST_SAMPLE_S * samples
+def host_seconds(samples: float, response_tokens: float) -> float:
+    """Return the time of the controller's own work in a step, which overlaps with nothing.
+
+    ``response_tokens`` is the mean length of a response.
+    """
+    return _HOST_STEP_S + samples * (_HOST_SAMPLE_S + _HOST_TOKEN_S * response_tokens)

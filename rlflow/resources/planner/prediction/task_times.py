@@ -144,7 +144,9 @@ def collecting_seconds(workload: Workload, task: Task, speed: Speed, num_hosts: 
     """Return the time in which the first node without a role collects and packs what GPUs have generated."""
     generating = {other.node for other in workload.tasks if other.kind == "generate"}
     first = next((one for one in workload.tasks if one.role is None and generating.intersection(one.after)), None)
-    return host_seconds(task.samples / num_hosts) if task is first and not speed.is_cpu else 0.0
+    if task is not first or speed.is_cpu:
+        return 0.0
+    return host_seconds(task.samples / num_hosts, task.responses.mean)
 
 
 def weight_sync_seconds(

@@ -73,7 +73,7 @@ def test_host_tasks_keep_no_gpu_busy() -> None:
 
 
 def test_the_first_task_of_the_controller_collects_what_was_generated() -> None:
-    """0.1 s, and 2 ms for each sample; nothing on CPUs, whose steps are measured."""
+    """0.1 s, 0.08 ms for each sample and 0.6 us for each token; nothing on CPUs, whose steps are measured."""
     tasks = [of("rollout", "generate"), of("rewards", "host", "rollout")]
     tasks.append(of("advantages", "host", "rewards", "rollout"))
     tasks[1:] = [replace(task, role=None) for task in tasks[1:]]
@@ -85,19 +85,21 @@ def test_the_first_task_of_the_controller_collects_what_was_generated() -> None:
     found = [
         collecting_seconds(workload, task, on) for on in (speed, replace(speed, is_cpu=True)) for task in tasks[1:]
     ]
-    assert found == pytest.approx([0.1 + 2e-3 * tasks[1].samples, 0.0, 0.0, 0.0])
+    assert found == pytest.approx(
+        [0.1 + tasks[1].samples * (0.08e-3 + 0.6e-6 * tasks[1].responses.mean), 0.0, 0.0, 0.0]
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_hosts", [2, 4])
 def test_hosts_judge_their_own_samples_side_by_side(num_hosts: int) -> None:
-    """Each of 2,048 samples takes 2 ms, and 5 us in its reward. The controller judges none."""
+    """Each of 2,048 samples takes 80 us, 0.6 us a token, and 5 us in its reward. The controller judges none."""
     plan = rlflow.compile(load("recipe=grpo_32b"), f"{num_hosts}x8@h100_80gb")
     tasks = {task.node: task for task in plan.workload.tasks}
     assert (tasks["rewards"].role, tasks["rewards"].hosts_of, tasks["rewards"].samples) == (None, "rollout", 2048)
     assert tasks["advantages"].hosts_of is None, "it reads numbers alone"
     # Reading takes 10 to 60 ms.
-    expected = 0.1 + 2.005e-3 * 2048 / num_hosts
+    expected = 0.1 + (0.085e-3 + 0.6e-6 * tasks["rewards"].responses.mean) * 2048 / num_hosts
     assert expected < plan.prediction.nodes["rewards"].seconds < expected + 0.06
 
 
