@@ -6,6 +6,7 @@ Shapes: P prompts.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 
 from rlflow.batch import Packed, Pairs
 from rlflow.data.chat_template import TemplateError, render_all
+from rlflow.data.messages import is_conversation, response_text, with_instructions
 from rlflow.errors import RecipeError, did_you_mean, first_line
 from rlflow.recipe import Data
 
@@ -22,51 +24,6 @@ if TYPE_CHECKING:
 
 _MAX_CHARACTERS = 2**23
 """Characters of a prompt that is encoded. A longer one is too long for every model, and would take minutes."""
-# The roles of a message with instructions before the user's first turn.
-_INSTRUCTION_ROLES = ("system", "developer")
-
-
-def is_conversation(value: Any) -> bool:
-    """Return whether a value is a list of messages that have a role."""
-    return isinstance(value, list) and bool(value) and all(isinstance(m, Mapping) and "role" in m for m in value)
-
-
-def split_answers(rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """Return the rows with prompts that end before the assistant's last turn.
-
-    Rows for supervised training have a conversation in ``messages``, which becomes the prompt if there is no other.
-    The last turn of a conversation that ends with the assistant becomes the row's ``response``, unless it has one.
-    """
-    return [_split(row) for row in rows]
-
-
-def _split(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    conversation = row.get("prompt", row.get("messages"))
-    if not is_conversation(conversation):
-        return row
-    if conversation[-1]["role"] != "assistant":
-        return {**row, "prompt": conversation}
-    return {"response": conversation[-1:], **row, "prompt": conversation[:-1]}
-
-
-def with_instructions(conversation: Sequence[Mapping[str, Any]], system_prompt: str | None) -> list[Mapping[str, Any]]:
-    """Return the conversation after the system prompt, unless it has instructions of its own."""
-    if system_prompt is None or (conversation and conversation[0]["role"] in _INSTRUCTION_ROLES):
-        return list(conversation)
-    return [{"role": "system", "content": system_prompt}, *conversation]
-
-
-def response_text(response: Any) -> str | None:
-    """Return the text of a response; None if it has none.
-
-    The response is a text, a number, or a conversation that ends with the assistant's turn.
-    """
-    if isinstance(response, list):
-        last = response[-1] if response and isinstance(response[-1], Mapping) else {}
-        response = last.get("content") if last.get("role", "assistant") == "assistant" else None
-        return response if isinstance(response, str) else None
-    return str(response) if isinstance(response, str | int | float) else None
-
 
 Rows = Sequence[Mapping[str, Any]]
 Split = Literal["split", "eval_split"]
@@ -199,7 +156,10 @@ def _column(data: Data, rows: Rows, name: str) -> list[Any]:
         raise missing_column_error(data, f"data.columns.{name}", name, rows[0])
     values = [row.get(name) for row in rows]
     if None in values:
-        raise _row_error(data, values.index(None), f"has no '{name}'")
+        row = values.index(None)
+        is_pair = name == "prompt" and "chosen" in rows[row]
+        more = ", and its chosen and rejected do not begin with the same one" if is_pair else ""
+        raise _row_error(data, row, f"has no '{name}'{more}")
     return values
 
 
@@ -217,9 +177,11 @@ def _encode_prompts(data: Data, tokenizer: "PreTrainedTokenizerBase", rows: Rows
     if tokenizer.chat_template:
         for row, prompt in enumerate(column):
             if not isinstance(prompt, str | int | float) and not is_conversation(prompt):
-                raise _row_error(
-                    data, row, "has a prompt that is neither a text nor a list of messages with a 'role' each"
-                )
+                fact = "has a prompt that is neither a text nor a list of messages with a 'role' each"
+                raise _row_error(data, row, f"{fact} ({str(prompt)[:80]})")
+            contents = [message.get("content") for message in prompt] if is_conversation(prompt) else ()
+            if other := next((content for content in contents if not isinstance(content, str | NoneType)), None):
+                raise _row_error(data, row, f"has a message whose content is not a text ({str(other)[:80]})")
         try:
             texts = render_all(partial(_format_chat, data, tokenizer), column)
         except TemplateError as error:

@@ -15,9 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlflow.batch import Examples, Packed, Pairs, Prompts, Repeated, Rollouts, Sequences
-from rlflow.data.encoding import Rows, encode, make_pairs, missing_column_error, split_answers
+from rlflow.data.encoding import Rows, encode, make_pairs, missing_column_error
 from rlflow.data.files import is_local as is_local
 from rlflow.data.files import read_files_or_hub
+from rlflow.data.messages import split_answers
 from rlflow.errors import RecipeError, first_line
 from rlflow.plugins import load_object
 from rlflow.recipe import Data

@@ -19,6 +19,8 @@ TOKENIZER.chat_template = (
     "{% if add_generation_prompt %}={% endif %}"
 )
 USER, ASSISTANT = {"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}
+SHAREGPT = [{"from": "human", "value": "1+1"}, {"from": "gpt", "value": "2"}]
+PARTS = [{"type": "text", "text": "1+"}, {"type": "text", "text": "1"}]
 SYSTEM = {"role": "system", "content": "77"}
 AGAIN, LAST = {"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}
 
@@ -38,6 +40,11 @@ def opened(path: Path, rows: list[dict[str, Any]], *, edge: Any = "examples", **
         ({"talk": [USER, ASSISTANT]}, {"prompt": "talk", "response": "talk"}, "41+1+=", "2"),
         ({"prompt": [USER, ASSISTANT], "response": "3"}, {}, "41+1+=", "3"),
         ({"prompt": [USER], "response": [ASSISTANT]}, {}, "41+1+=", "2"),
+        ({"conversations": SHAREGPT}, {}, "41+1+=", "2"),
+        ({"conversations": [{"from": "system", "value": "77"}, *SHAREGPT]}, {}, "677+41+1+=", "2"),
+        ({"talk": SHAREGPT}, {"messages": "talk"}, "41+1+=", "2"),
+        ({"prompt": [{"from": "human", "value": "1+1"}], "response": "3"}, {}, "41+1+=", "3"),
+        ({"prompt": [{"role": "user", "content": PARTS}], "response": "3"}, {}, "41+1+=", "3"),
         ({"prompt": "1+1", "messages": [AGAIN, LAST], "response": 2}, {}, "41+1+=", "2"),
     ],
 )
@@ -83,7 +90,8 @@ def test_a_system_prompt_needs_a_chat_template(tmp_path: Path) -> None:
         ({"messages": [USER, {"role": "assistant", "content": [{"text": "2"}]}]}, "has a 'response' that is neither"),
         ({"prompt": "1", "response": [USER]}, "has a 'response' that is neither a text nor a conversation that ends"),
         ({"prompt": "1", "response": {"text": "1"}}, "has a 'response' that is neither a text nor a conversation"),
-        ({"prompt": [{"from": "human", "value": "1"}], "response": "1"}, "has a prompt that is neither a text nor a"),
+        ({"prompt": [{"from": "tool", "value": "1"}], "response": "1"}, "has a prompt that is neither a text nor a"),
+        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}], "response": "1"}, "has a message whose"),
     ],
 )  # fmt: skip
 def test_values_that_are_not_text_are_refused(tmp_path: Path, row: dict[str, Any], fact: str) -> None:

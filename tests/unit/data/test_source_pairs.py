@@ -14,6 +14,7 @@ from tests.unit.data.test_source import TOKENIZER, data, write
 
 ROWS: list[dict[str, Any]] = [{"prompt": f"{n}+{n}=", "chosen": str(2 * n), "rejected": "0"} for n in range(1, 5)]
 END = TOKENIZER.eos_token_id
+USER = {"role": "user", "content": "1+1="}
 
 
 def opened(path: Path, rows: list[dict[str, Any]] = ROWS, **fields: Any) -> DataSource:
@@ -54,6 +55,45 @@ def test_a_conversation_may_be_the_prompt_and_the_response(tmp_path: Path) -> No
     rows = load_rows(options, "split")
     pairs = open_training_data(options, tokenizer, rows, 0, edge="pairs").pairs(0)
     assert [tokenizer.decode(pairs.prompt_ids[0]), tokenizer.decode(pairs.response_ids[0][:-1])] == ["1+1=", "2"]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"chosen": "\n\nHuman: 1+1=\n\nAssistant: 2", "rejected": "\n\nHuman: 1+1=\n\nAssistant: 3"},
+        {
+            "chosen": [USER, {"role": "assistant", "content": "2"}],
+            "rejected": [USER, {"role": "assistant", "content": "3"}],
+        },
+        {
+            "chosen": [{"from": "human", "value": "1+1="}, {"from": "gpt", "value": "2"}],
+            "rejected": [{"from": "human", "value": "1+1="}, {"from": "gpt", "value": "3"}],
+        },
+        {"conversations": [{"from": "human", "value": "1+1="}], "chosen": "2", "rejected": "3"},
+    ],
+)
+def test_the_prompt_is_the_common_beginning_of_both_conversations(tmp_path: Path, row: dict[str, Any]) -> None:
+    pairs = opened_with_template(tmp_path, row)
+    texts = [
+        TOKENIZER.decode(ids) for ids in (pairs.prompt_ids[0], *(pairs.response_ids[place][:-1] for place in (0, 1)))
+    ]
+    assert texts == ["1+1=", "2", "3"]
+
+
+def test_pairs_without_a_common_beginning_are_refused(tmp_path: Path) -> None:
+    row = {"chosen": "\n\nHuman: 1+1=\n\nAssistant: 2", "rejected": "\n\nHuman: 1+2=\n\nAssistant: 3"}
+    with pytest.raises(
+        RecipeError, match=r"^data\.source: row 1 of '.*' has no 'prompt', and its chosen and rejected do"
+    ):
+        opened_with_template(tmp_path, {**row, "rejected": "\n\nHuman: 1+1=\n\nAssistant: 3"}, row)
+
+
+def opened_with_template(path: Path, *rows: dict[str, Any]) -> Any:
+    """Return the first pair, for a tokenizer with a chat template."""
+    tokenizer = load_tokenizer("policy", MODEL)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    options = data(write(path / "pairs.jsonl", list(rows)), batch_size=1)
+    return open_training_data(options, tokenizer, load_rows(options, "split"), 0, edge="pairs").pairs(0)
 
 
 def test_a_response_that_repeats_its_prompt_is_refused(tmp_path: Path) -> None:

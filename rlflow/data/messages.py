@@ -1,0 +1,103 @@
+"""Conversations in rows of a data set: the forms in which files have them, and the prompts and responses in them.
+
+A conversation is a list of messages with a ``role`` and a ``content``. Three other forms are converted to it: messages
+of ShareGPT, which have ``from`` and ``value``; contents that are lists of texts; and pairs of texts whose turns begin
+with ``Human:`` and ``Assistant:``.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Row = Mapping[str, Any]
+Message = Mapping[str, Any]
+
+# The roles of a message with instructions before the user's first turn.
+_INSTRUCTION_ROLES = ("system", "developer")
+# The roles of ShareGPT's messages.
+_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+_COLUMNS = ("prompt", "messages", "conversations", "response", "chosen", "rejected")
+# A turn of a text, as in hh-rlhf.
+_TURN = re.compile(r"\n\n(Human|Assistant): ?")
+
+
+def is_conversation(value: Any) -> bool:
+    """Return whether a value is a list of messages that have a role."""
+    return isinstance(value, list) and bool(value) and all(isinstance(m, Mapping) and "role" in m for m in value)
+
+
+def split_answers(rows: Sequence[Row]) -> Sequence[Row]:
+    """Return the rows with prompts that end before the assistant's last turn.
+
+    Rows for supervised training have a conversation in ``messages`` or ``conversations``, which becomes the prompt if
+    there is no other. The last turn of a conversation that ends with the assistant becomes the row's ``response``,
+    unless it has one. Pairs without a prompt have it as the common beginning of both conversations.
+    """
+    return [_split(_with_common_prompt(_with_messages(row))) for row in rows]
+
+
+def _with_messages(row: Row) -> Row:
+    """Return the row with conversations of all forms as messages."""
+    read = {name: _messages(row[name]) for name in _COLUMNS if isinstance(row.get(name), list)}
+    return {**row, **read} if read else row
+
+
+def _messages(values: list[Any]) -> list[Any]:
+    return [_message(value) if isinstance(value, Mapping) else value for value in values]
+
+
+def _message(message: Message) -> Message:
+    if "role" not in message and message.get("from") in _ROLES and "value" in message:
+        message = {"role": _ROLES[message["from"]], "content": message["value"]}
+    parts = message.get("content")
+    if isinstance(parts, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in parts):
+        return {**message, "content": "".join(str(part.get("text", "")) for part in parts)}
+    return message
+
+
+def _with_common_prompt(row: Row) -> Row:
+    if "prompt" in row or not {"chosen", "rejected"} <= row.keys():
+        return row
+    chosen, rejected = _turns(row["chosen"]), _turns(row["rejected"])
+    if len(chosen) < 2 or chosen[:-1] != rejected[:-1]:
+        return row
+    return {**row, "prompt": chosen[:-1], "chosen": chosen[-1:], "rejected": rejected[-1:]}
+
+
+def _turns(value: Any) -> list[Message]:
+    """Return the messages of a conversation or of a text with turns; none of anything else."""
+    if is_conversation(value):
+        return list(value)
+    before, *turns = _TURN.split(value) if isinstance(value, str) else ["?"]
+    if before:
+        return []
+    roles = ("user" if speaker == "Human" else "assistant" for speaker in turns[::2])
+    return [{"role": role, "content": text} for role, text in zip(roles, turns[1::2], strict=True)]
+
+
+def _split(row: Row) -> Row:
+    conversation = row.get("prompt", row.get("messages", row.get("conversations")))
+    if not is_conversation(conversation):
+        return row
+    if conversation[-1]["role"] != "assistant":
+        return {**row, "prompt": conversation}
+    return {"response": conversation[-1:], **row, "prompt": conversation[:-1]}
+
+
+def with_instructions(conversation: Sequence[Message], system_prompt: str | None) -> list[Message]:
+    """Return the conversation after the system prompt, unless it has instructions of its own."""
+    if system_prompt is None or (conversation and conversation[0]["role"] in _INSTRUCTION_ROLES):
+        return list(conversation)
+    return [{"role": "system", "content": system_prompt}, *conversation]
+
+
+def response_text(response: Any) -> str | None:
+    """Return the text of a response; None if it has none.
+
+    The response is a text, a number, or a conversation that ends with the assistant's turn.
+    """
+    if isinstance(response, list):
+        last = response[-1] if response and isinstance(response[-1], Mapping) else {}
+        response = last.get("content") if last.get("role", "assistant") == "assistant" else None
+        return response if isinstance(response, str) else None
+    return str(response) if isinstance(response, str | int | float) else None
