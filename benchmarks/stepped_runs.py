@@ -41,7 +41,7 @@ STAND_INS: Mapping[str, Mapping[str, Callable[..., Any]]] = {
         "rlflow.runtime.step.check_values": lambda *_: None,
         "rlflow.runtime.graph_runner.check_advantages": lambda *_: None,
         "rlflow.engines.trainer.check_finite": lambda *_: None,
-        "rlflow.engines.causal_lm.totals._count_not_finite": lambda _: [],
+        "rlflow.engines.causal_lm.totals._Pass.is_finite": lambda _, total: total.new_ones(()).bool(),
     },
     "samples": {
         "rlflow.runtime.samples.SampleReader.read": lambda *_: [],

@@ -27,7 +27,7 @@ from torch import Tensor
 import rlflow
 from rlflow.batch import Minibatch, Prompts, Repeated, Rollouts
 from rlflow.data.source import DataSource, load_rows, open_training_data
-from rlflow.engines.base import EngineSpec, Follows, Generates, Sampling, Scores, Trains
+from rlflow.engines.base import EngineSpec, Entropy, Follows, Generates, Sampling, Scores, Trains
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.engines.torch import TorchEngine
 from rlflow.engines.transformers import TransformersEngine
@@ -119,6 +119,7 @@ class ClippedLoss:
     clip_eps: float
     kl_coef: float
     temperature: float = 1.0
+    entropy: Entropy = "unused"
 
     def __call__(self, logprobs: Tensor, columns: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Return the loss [T] and metrics [T] from the model's logprobs [T] and the columns [T]."""

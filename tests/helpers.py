@@ -88,7 +88,7 @@ def spec(
     role: str = "actor",
     *,
     model: Model = MODEL,
-    capabilities: Sequence[str] = (),
+    capabilities: Sequence[str] = ("Trains",),
     micro_batch_tokens: int = 4096,
     optimizer: Optimizer | None = None,
     seed: int = 0,

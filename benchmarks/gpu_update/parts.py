@@ -119,7 +119,7 @@ def heads(device: str) -> None:
 def _rlflow_head(hidden: Tensor, weight: Tensor, targets: Tensor) -> Callable[[], Tensor]:
     from rlflow.engines.causal_lm.output_layer import score_targets
 
-    return lambda: score_targets(hidden, weight, None, targets, 1.0)[:, 0].sum()
+    return lambda: score_targets(hidden, weight, None, targets, 1.0, "unused")[:, 0].sum()
 
 
 def _composite_head(hidden: Tensor, weight: Tensor, targets: Tensor) -> Callable[[], Tensor]:

@@ -17,11 +17,7 @@ WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
 
 def training_memory(role: Role, model: Model) -> TrainingMemory:
     """Return how the role's engine keeps weights, gradients and optimizer, for the memory model."""
-    training = engine_kind(role.engine).training_memory
-    # Frozen weights keep the model's own type, and trained ones at least its size.
-    if role.lora is not None:
-        return replace(training, weights=WEIGHT_BYTES[model.dtype], lora=role.lora)
-    return replace(training, weights=max(training.weights, WEIGHT_BYTES[model.dtype]))
+    return replace(engine_kind(role.engine).training_memory[model.dtype], lora=role.lora)
 
 
 def role_architecture(recipe: Recipe, graph: Graph, role: str) -> Architecture | None:

@@ -63,6 +63,10 @@ class Turns(Protocol):
         """
 
 
+Entropy = Literal["unused", "reported", "trained"]
+"""The use of the entropies of the model's distributions in a loss: they take time, and their gradients more."""
+
+
 class TokenLoss(Protocol):
     """A loss per response token, as a function of the model's outputs and the columns of a minibatch.
 
@@ -73,12 +77,16 @@ class TokenLoss(Protocol):
     def temperature(self) -> float:
         """Return the number by which the logits are divided."""
 
+    @property
+    def entropy(self) -> Entropy:
+        """Return the use of the column of entropies, which is zero where it is unused."""
+
     def __call__(self, logprobs: "Tensor", columns: "Mapping[str, Tensor]", /) -> "tuple[Tensor, Mapping[str, Tensor]]":
         """Return the loss [T], and metrics [T], which are averaged with the weights of the loss.
 
         A metric is NaN for a token that has none. Besides the minibatch's columns there are ``rows``, int64: the number
         of each token's response, whose tokens are neighbours; and from engines with logprobs ``entropy``: the
-        entropy of the model's distribution, in nats. Gradients flow through it as through ``logprobs``.
+        entropy of the model's distribution, in nats.
         """
 
 
@@ -248,12 +256,18 @@ class EngineSpec:
     """The folder of the run's journal, in which finished responses are recorded; None to record nothing."""
 
 
-LOGITS_AT_ONCE = 2**24
-"""The most logits that exist at a time on a GPU: ``causal_lm/output_layer.py`` computes them in chunks."""
-FP32_TRAINING = TrainingMemory(
-    weights=4, gradients=4, optimizer=8, keeps_gradients=False, logits_at_once=LOGITS_AT_ONCE
-)
-"""AdamW on float32 weights, whose gradients are freed after every step."""
+LOGITS_AT_ONCE = 2**27
+"""The most logits that exist at a time on a GPU: ``causal_lm/output_layer.py`` computes them in tiles."""
+TrainingMemories = Mapping[Literal["float32", "bfloat16"], TrainingMemory]
+"""How weights, gradients and optimizer are kept, by the model's dtype."""
+TORCH_TRAINING: TrainingMemories = {
+    "float32": TrainingMemory(
+        weights=4, gradients=4, optimizer=8, keeps_gradients=False, logits=8, logits_at_once=LOGITS_AT_ONCE
+    ),
+    "bfloat16": TrainingMemory(gradients=4, keeps_gradients=False, logits=4, logits_at_once=LOGITS_AT_ONCE),
+}
+"""AdamW on float32 weights, or on float32 masters of others; gradients are float32, and freed after every step. Of a
+logit there are its value and its gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,7 +284,9 @@ class EngineKind:
     """Raises the library's error if its installation does not work although it can be imported."""
     concurrent: bool = False
     """True for a ``SessionEngine``: it batches the samples of several callers, and generates while it receives more."""
-    training_memory: TrainingMemory = field(default_factory=TrainingMemory)
+    training_memory: TrainingMemories = field(
+        default_factory=lambda: {"float32": TrainingMemory(weights=4), "bfloat16": TrainingMemory()}
+    )
     """The bytes per parameter of a model that it trains or scores with, for the planner."""
     sends_weights_by: frozenset[WeightTransport] = frozenset()
     """The transports by which its trained weights can leave it; empty if it does not train."""

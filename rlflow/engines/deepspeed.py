@@ -1,6 +1,7 @@
 """The DeepSpeed engine: trains, scores and values in one of the processes that share a model."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from math import inf, isfinite
 from typing import TYPE_CHECKING, Any
 
@@ -175,6 +176,6 @@ ENGINE = EngineKind(
     engine=DeepSpeedEngine,
     parallel=frozenset({"data", "sequence"}),
     package="deepspeed",
-    training_memory=TRAINING_MEMORY,
+    training_memory={"float32": replace(TRAINING_MEMORY, weights=4, logits=8), "bfloat16": TRAINING_MEMORY},
     sends_weights_by=ALL_TRANSPORTS,
 )

@@ -21,7 +21,7 @@ from rlflow.batch import (
     Sequences,
     ValueEstimates,
 )
-from rlflow.engines.base import FP32_TRAINING, EngineKind, EngineSpec, Sampling, TokenLoss, sample_seed
+from rlflow.engines.base import TORCH_TRAINING, EngineKind, EngineSpec, Sampling, TokenLoss, sample_seed
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.engines.causal_lm.totals import LossTotals, weighted_means
 from rlflow.engines.times import ProfiledEngine
@@ -141,7 +141,7 @@ def _end_of_response(row: NDArray[np.int64], stop_ids: Sequence[int]) -> int:
 ENGINE = EngineKind(
     engine=FakeEngine,
     parallel=frozenset({"data", "tensor", "pipeline", "sequence"}),
-    training_memory=FP32_TRAINING,
+    training_memory=TORCH_TRAINING,
     sends_weights_by=frozenset({"object_store"}),
     receives_weights_by=frozenset({"object_store"}),
 )

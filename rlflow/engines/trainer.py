@@ -2,13 +2,14 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from rlflow.batch import Logprobs, Metrics, Minibatch, Packed, Rewards, Sequences, ValueEstimates
-from rlflow.engines.base import EngineSpec, TokenLoss, choose_head
+from rlflow.engines.base import EngineSpec, Entropy, TokenLoss, choose_head
 from rlflow.engines.causal_lm.adapters import (
     add_adapters,
     is_adapter,
@@ -62,12 +63,16 @@ class TrainingEngine(TunableEngine, ProfiledEngine, ABC):
 
     def _use_model(self, model: "PreTrainedModel") -> None:
         """Add what the spec asks for to the loaded model."""
+        from rlflow.engines.causal_lm.compiled_layers import compile_layers, pays_to_compile
+
         spec = self._spec
         self._model = self._called_model = model
         add_adapters(model, spec)
         self._tokenizer = load_tokenizer(spec.model_name, spec.model)
         if spec.layout.gradient_checkpointing:
             model.gradient_checkpointing_enable()
+        if pays_to_compile(spec, model.config.get_text_config().hidden_size):
+            compile_layers(model)
         self._sharding = create_sharding(spec, model)
 
     def _build_optimizer(self, parameters: "Iterable[Parameter]") -> "Optimizer":
@@ -116,8 +121,7 @@ class TrainingEngine(TunableEngine, ProfiledEngine, ABC):
         pieces, num_real = self._cut(minibatch)
         for number, rows in enumerate(pieces):
             part = minibatch.take(rows)
-            with self._autocast():
-                outputs, more_columns = self._compute_outputs(part, loss.temperature)
+            outputs, more_columns = self._compute_outputs(part, loss.temperature, loss.entropy)
             total = totals.add(part, outputs, more_columns, share=float(number < num_real))
             self._backward(total, is_last=number == len(pieces) - 1)
         return totals
@@ -139,21 +143,23 @@ class TrainingEngine(TunableEngine, ProfiledEngine, ABC):
         import torch
 
         pieces, num_real = self._cut(sequences)
-        with self.within_memory(), torch.no_grad(), self._autocast():
-            values = [self._compute_outputs(sequences.take(rows), temperature)[0].cpu().numpy() for rows in pieces]
-        return restore_order(sequences.response_ids, pieces[:num_real], values[:num_real])
+        with self.within_memory(), torch.no_grad():
+            outputs = [self._compute_outputs(sequences.take(rows), temperature)[0] for rows in pieces]
+            # One copy for all micro-batches: the GPU need not wait for the host between them.
+            values = torch.cat(outputs).cpu().numpy()
+        ends = np.cumsum([len(output) for output in outputs])[:-1]
+        return restore_order(sequences.response_ids, pieces[:num_real], np.split(values, ends)[:num_real])
 
-    def _compute_outputs(self, sequences: Sequences, temperature: float) -> "tuple[Tensor, dict[str, Tensor]]":
+    def _compute_outputs(
+        self, sequences: Sequences, temperature: float, entropy: Entropy = "unused"
+    ) -> "tuple[Tensor, dict[str, Tensor]]":
         """Return what the loss is a function of, and columns in addition to the minibatch's."""
-        return compute_outputs(self._called_model, self._head, sequences, temperature, self._sharding)
+        return compute_outputs(self._called_model, self._head, sequences, temperature, entropy, self._sharding)
 
     def _cut(self, sequences: Sequences) -> tuple[list[Index], int]:
         """Return the micro-batches of this rank's rows, and how many of them are real; others count for nothing."""
         pieces = build_micro_batches(sequences, self._spec.layout.micro_batch_tokens)
         return pieces, len(pieces)
-
-    def _autocast(self) -> "AbstractContextManager[object]":
-        return nullcontext()
 
     def weights(self) -> "Iterator[tuple[str, Tensor]]":
         for name, weight in self._gather(trained_weights(self._named_weights(), self._spec.lora)):

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlflow.batch import Logprobs, Packed, Prompts, Repeated, Rollouts, Sequences
-from rlflow.engines.base import FP32_TRAINING, EngineKind, EngineSpec, Sampling, sample_seed
+from rlflow.engines.base import TORCH_TRAINING, EngineKind, EngineSpec, Sampling, sample_seed
 from rlflow.engines.causal_lm.adapters import add_adapters, trained_weights, transfer_name
 from rlflow.engines.causal_lm.decoding import decode
 from rlflow.engines.causal_lm.micro_batches import build_micro_batches, restore_order
@@ -138,6 +138,6 @@ class TransformersEngine(TunableEngine, ProfiledEngine):
 
 ENGINE = EngineKind(
     engine=TransformersEngine,
-    training_memory=FP32_TRAINING,
+    training_memory=TORCH_TRAINING,
     receives_weights_by=frozenset({"object_store"}),
 )

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from rlflow.batch import Logprobs, Metrics, Packed, Rewards, Rollouts, TokenAdvantages, ValueEstimates
 from rlflow.batch.packed import offsets_of
-from rlflow.engines.base import TrainsValues
+from rlflow.engines.base import Entropy, TrainsValues
 from rlflow.nodes.advantages import WHITENED, whiten
 from rlflow.nodes.base import Formula, Node
 from rlflow.nodes.expressions import times
@@ -161,6 +161,7 @@ class ValueLoss:
     clip_eps: float | None
     temperature: float = 1.0
     """The temperature of the logits, which a value head does not have."""
+    entropy: Entropy = "unused"
 
     def __call__(self, values: "Tensor", columns: "Mapping[str, Tensor]") -> "tuple[Tensor, Mapping[str, Tensor]]":
         """Return the loss [T], and the share of clipped tokens."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from annotated_types import Ge, Le
 
+from rlflow.engines.base import Entropy
 from rlflow.errors import GraphError, RecipeError
 from rlflow.nodes.kl import Estimator, kl_estimate, ratio
 from rlflow.schema import Section
@@ -91,6 +92,11 @@ class PolicyLoss:
     entropy_coef: float = 0.0
     correction: Correction | None = None
 
+    @property
+    def entropy(self) -> Entropy:
+        """Return the use of entropies, which are a metric in any case."""
+        return "trained" if self.entropy_coef else "reported"
+
     def __call__(self, logprobs: "Tensor", columns: "Columns") -> "Loss":
         """Return the loss [T] and metrics [T]."""
         columns = {"old_logprobs": logprobs.detach(), **columns}
@@ -122,6 +128,7 @@ class LikelihoodLoss:
     """The negative log-likelihood of the response."""
 
     temperature: float = 1.0
+    entropy: Entropy = "unused"
 
     def __call__(self, logprobs: "Tensor", columns: "Columns") -> "Loss":
         """Return the loss [T], without metrics."""

@@ -13,7 +13,7 @@ from annotated_types import Ge, Le, Lt
 from numpy.typing import NDArray
 
 from rlflow.batch import Logprobs, Metrics, Pairs
-from rlflow.engines.base import Evaluates, Scores, TokenLoss, TrainsLogprobs, TrainsReward
+from rlflow.engines.base import Entropy, Evaluates, Scores, TokenLoss, TrainsLogprobs, TrainsReward
 from rlflow.nodes.base import Formula, Headline, Node
 from rlflow.nodes.expressions import times
 from rlflow.nodes.minibatches import OptimizerSteps, Weighting, mean_metrics, train
@@ -73,6 +73,7 @@ class DpoLoss:
     beta: float
     label_smoothing: float = 0.0
     temperature: float = 1.0
+    entropy: Entropy = "unused"
 
     @property
     def expression(self) -> str:
@@ -140,6 +141,7 @@ class RankingLoss:
     """
 
     temperature: float = 1.0
+    entropy: Entropy = "unused"
 
     def __call__(self, rewards: "Tensor", columns: "Mapping[str, Tensor]") -> "tuple[Tensor, Mapping[str, Tensor]]":
         """Return the loss of each token's pair [T], and metrics."""

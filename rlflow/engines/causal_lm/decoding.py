@@ -87,7 +87,7 @@ def _read_prompts(model: "PreTrainedModel", prompts: Packed, sampling: Sampling)
     # A response of one token adds no input, so the stream holds just the prompts.
     one_each = Packed.from_rows([[0]] * len(prompts), np.int32)
     stream = pack(prompts, one_each)
-    prefill = PackedLayout(stream, device, keep_kv=True)
+    prefill = PackedLayout(stream, device, model.dtype, keep_kv=True)
     ids, positions, last = (torch.from_numpy(x).to(device) for x in (stream.ids, stream.positions, stream.predictors))
     output = model(
         input_ids=ids[None], position_ids=positions[None], layout=prefill, logits_to_keep=last, use_cache=False

@@ -1,29 +1,35 @@
 """The output layer of a language model, computing logprobs and entropies without ever holding all logits.
 
-Logits are computed in chunks of tokens and of the vocabulary, and computed again for the gradient. The softmax over
-chunks follows Milakov and Gimelshein (arXiv 1805.02867).
-Shapes: U inputs of the layer, T tokens, H hidden size, V vocabulary, C size of the vocabulary's part in a chunk.
+Logits are computed in tiles of tokens and words, and computed again for the gradient. The softmax over tiles follows
+Milakov and Gimelshein (arXiv 1805.02867).
+Shapes: U inputs of the layer, T tokens, H hidden size, V vocabulary, C words of a tile.
 Importing this file imports torch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Linear
+from torch.nn.functional import linear
 
-from rlflow.engines.base import LOGITS_AT_ONCE
+from rlflow.engines.base import LOGITS_AT_ONCE, Entropy
 from rlflow.errors import EngineError
 
 # The most logits at a time on a CPU: about what its caches hold.
 _CPU_LOGITS_AT_ONCE = 2**20
+# A logit at which a word is impossible; the sum of a whole vocabulary of them is still finite.
+_LOWEST = -1e30
 
 
 @contextmanager
-def scores_as_logits(model: Any, places: Tensor, targets: Tensor, temperature: float) -> Iterator[list[Tensor]]:
+def scores_as_logits(
+    model: Any, places: Tensor, targets: Tensor, temperature: float, entropy: Entropy
+) -> Iterator[list[Tensor]]:
     """Make a pass of the model return [1, T, 2] as its logits: the result of ``score_targets``.
 
     ``targets`` [T] are scored at the inputs ``places`` [T] of the output layer. Yields a list that will hold the
@@ -34,7 +40,8 @@ def scores_as_logits(model: Any, places: Tensor, targets: Tensor, temperature: f
         raise EngineError(f"an output layer of the kind {type(head).__name__} is not supported: it must be linear.")
 
     def forward(hidden: Tensor) -> Tensor:
-        scores = score_targets(hidden[0].index_select(0, places), head.weight, head.bias, targets, temperature)[None]
+        chosen = hidden[0].index_select(0, places)
+        scores = score_targets(chosen, head.weight, head.bias, targets, temperature, entropy)[None]
         computed.append(scores)
         return scores
 
@@ -49,17 +56,16 @@ def scores_as_logits(model: Any, places: Tensor, targets: Tensor, temperature: f
         attributes.update(previous)
 
 
-def score_targets(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float) -> Tensor:
+def score_targets(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, entropy: Entropy
+) -> Tensor:
     """Return [T, 2], float32: the logprobs of ``targets`` [T], and the entropies of their distributions.
 
     Logits come from ``hidden`` [T, H], ``weight`` [V, H] and ``bias`` [V], and are divided by ``temperature``.
+    Entropies are zero where they are ``unused``, and have a gradient only where they are ``trained``.
     """
-    device = hidden.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-    # Every dtype is chosen explicitly below.
-    with torch.autocast(device, enabled=False):
-        logprobs, entropies = _TokenScores.apply(hidden, weight, bias, targets, temperature, dtype)  # type: ignore[no-untyped-call]
-        return torch.stack([logprobs, entropies], dim=1)
+    scores: Tensor = _TokenScores.apply(hidden, weight, bias, targets, temperature, entropy)  # type: ignore[no-untyped-call]
+    return scores
 
 
 class _TokenScores(torch.autograd.Function):
@@ -73,69 +79,116 @@ class _TokenScores(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         temperature: float,
-        dtype: torch.dtype,
-    ) -> tuple[Tensor, Tensor]:
-        chunks = _LogitChunks(hidden, weight, bias, targets, temperature, dtype)
-        lowest = torch.finfo(torch.float32).min
-        highest = torch.full((len(hidden),), lowest, device=hidden.device)
-        # Sums over the vocabulary of e^(logit - highest), and of the same times (logit - highest).
-        total, weighted, chosen = (torch.zeros_like(highest) for _ in range(3))
-        for part in chunks.vocabulary_parts():
-            for rows, logits in chunks.of_part(part):
-                local, inside = chunks.locate_targets(part, rows)
-                chosen[rows] += torch.where(inside, logits.gather(1, local)[:, 0], 0.0)
-                new = torch.maximum(highest[rows], logits.amax(1))
-                lower = highest[rows] - new
-                shrunk = lower.exp()
-                # The clamp keeps a logit of minus infinity at probability zero, but makes it safe to multiply by it.
-                shifted = logits.sub_(new[:, None]).clamp_(min=lowest)
-                powers = shifted.exp()
-                weighted[rows] = (weighted[rows] + total[rows] * lower) * shrunk + torch.linalg.vecdot(powers, shifted)
-                total[rows] = total[rows] * shrunk + powers.sum(1)
-                highest[rows] = new
-        log_total = total.log()
-        entropies = log_total - weighted / total
-        ctx.save_for_backward(hidden, weight, bias, targets, highest + log_total, entropies)
-        ctx.temperature, ctx.dtype = temperature, dtype
-        return chosen - highest - log_total, entropies
+        entropy: Entropy,
+    ) -> Tensor:
+        tiles = _Tiles(hidden, weight, bias, targets)
+        states = torch.tensor([_LOWEST, 0.0, 0.0], device=hidden.device).repeat(len(hidden), 1)
+        add = _fused(_add_logits, hidden.device.type)
+        for part in tiles.vocabulary_parts():
+            for rows, logits in tiles.of_part(part):
+                states[rows] = add(
+                    states[rows], logits, tiles.local_targets(part, rows), temperature, entropy != "unused"
+                )
+        log_total, target_logits, entropies = states.unbind(1)
+        ctx.save_for_backward(hidden, weight, bias, targets, log_total, entropies)
+        ctx.temperature, ctx.trains_entropy = temperature, entropy == "trained"
+        return torch.stack([target_logits - log_total, entropies], dim=1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, log_total, entropies = ctx.saved_tensors
-        chunks = _LogitChunks(hidden, weight, bias, targets, ctx.temperature, ctx.dtype)
-        logprob_gradient, entropy_gradient = (gradient[:, None] / ctx.temperature for gradient in gradients)
-        # Most losses do not use the entropy.
-        has_entropy = bool(entropy_gradient.any())
+        tiles = _Tiles(hidden, weight, bias, targets)
+        slopes = gradients[0] / ctx.temperature
+        differentiate = _fused(_differentiate, hidden.device.type)
         hidden_gradient = torch.zeros(hidden.shape, device=hidden.device)
         weight_gradient = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
-        bias_gradient = None if bias is None else torch.empty_like(bias)
-        for part in chunks.vocabulary_parts():
-            part_gradient = None if weight_gradient is None else torch.zeros(part.weight.shape, device=hidden.device)
+        bias_gradient = torch.empty_like(bias) if ctx.needs_input_grad[2] else None
+        for part in tiles.vocabulary_parts():
+            # Sums over several tiles are float32.
+            part_gradient: Tensor | None = None
             part_bias_gradient = torch.zeros(len(part.weight), device=hidden.device)
-            for rows, logits in chunks.of_part(part):
-                local, inside = chunks.locate_targets(part, rows)
-                logprobs = logits.sub_(log_total[rows, None])
-                powers = logprobs.exp() if has_entropy else logprobs.exp_()
-                # By a logit, the logprob's derivative is [chosen] - p, and the entropy's is -p (log p + H).
-                slopes = powers.neg_()
-                if has_entropy:
-                    # The clamp keeps minus infinity times a p of zero from being NaN.
-                    surprise = logprobs.clamp_(min=torch.finfo(torch.float32).min).add_(entropies[rows, None])
-                    surprise.mul_(slopes).mul_(entropy_gradient[rows])
-                slopes.scatter_add_(1, local, inside[:, None].float())
-                slopes.mul_(logprob_gradient[rows])
-                if has_entropy:
-                    slopes.add_(surprise)
-                part_bias_gradient += slopes.sum(0)
-                typed = slopes.to(ctx.dtype)
-                hidden_gradient[rows] += typed @ part.weight
-                if part_gradient is not None:
-                    part_gradient += typed.T @ chunks.hidden[rows]
-            if weight_gradient is not None and part_gradient is not None:
-                weight_gradient[part.ids] = part_gradient
+            for rows, logits in tiles.of_part(part):
+                logit_gradient = differentiate(
+                    logits,
+                    log_total[rows],
+                    entropies[rows],
+                    tiles.local_targets(part, rows),
+                    slopes[rows],
+                    ctx.temperature,
+                    ctx.trains_entropy,
+                )
+                hidden_gradient[rows].add_(logit_gradient @ part.weight)
+                if weight_gradient is not None:
+                    product = logit_gradient.T @ hidden[rows]
+                    part_gradient = product if part_gradient is None else part_gradient.float().add_(product)
+                if bias_gradient is not None:
+                    part_bias_gradient += logit_gradient.sum(0, dtype=torch.float32)
+            if weight_gradient is not None:
+                weight_gradient[part.ids] = 0.0 if part_gradient is None else part_gradient
             if bias_gradient is not None:
                 bias_gradient[part.ids] = part_bias_gradient
         return hidden_gradient.to(hidden.dtype), weight_gradient, bias_gradient, None, None, None
+
+
+def _add_logits(states: Tensor, logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool) -> Tensor:
+    """Return the states [T, 3] after more words, whose ``logits`` are [T, C].
+
+    A state is the logarithm of the sum of e^logit over the words so far, the logit of the target or 0 before it was
+    seen, and the entropy among these words. ``targets`` [T] are columns of ``logits``, or outside of them.
+    """
+    scaled = _scale(logits, temperature)
+    log_total, target, entropy = states.unbind(1)
+    last = logits.shape[1] - 1
+    is_inside = (targets >= 0) & (targets <= last)
+    target = target + torch.where(is_inside, scaled.gather(1, targets.clamp(0, last)[:, None])[:, 0], 0.0)
+    part = scaled.logsumexp(1)
+    new_total = torch.logaddexp(log_total, part)
+    if with_entropy:
+        logprobs = scaled - part[:, None]
+        part_entropy = -(logprobs.exp() * logprobs).sum(1)
+        # The entropy of two sets of words, from their shares of the probability and the entropies within each.
+        share, part_share = log_total - new_total, part - new_total
+        entropy = share.exp() * (entropy - share) + part_share.exp() * (part_entropy - part_share)
+    return torch.stack([new_total, target, entropy], dim=1)
+
+
+def _differentiate(
+    logits: Tensor,
+    log_total: Tensor,
+    entropies: Tensor,
+    targets: Tensor,
+    slopes: Tensor,
+    temperature: float,
+    with_entropy: bool,
+) -> Tensor:
+    """Return the gradient by the ``logits`` [T, C], in their dtype, from ``slopes`` [T, 2] of logprobs and entropies.
+
+    By a logit, the logprob's derivative is [target] - p, and the entropy's is -p (log p + H).
+    """
+    logprobs = _scale(logits, temperature) - log_total[:, None]
+    words = torch.arange(logits.shape[1], device=logits.device)
+    p = logprobs.exp()
+    gradient = (torch.where(words == targets[:, None], 1.0, 0.0) - p) * slopes[:, :1]
+    if with_entropy:
+        gradient = gradient - p * (logprobs + entropies[:, None]) * slopes[:, 1:]
+    return gradient.to(logits.dtype)
+
+
+def _scale(logits: Tensor, temperature: float) -> Tensor:
+    """Return the logits in float32, divided by the temperature.
+
+    The clamp keeps a logit of minus infinity at probability zero, but makes it safe to multiply by it.
+    """
+    scaled = logits.float() if temperature == 1.0 else logits.float() / temperature
+    clamped: Tensor = scaled.clamp(min=_LOWEST)
+    return clamped
+
+
+@cache
+def _fused(function: Callable[..., Tensor], device_type: str) -> Callable[..., Tensor]:
+    """Return a function of a tile that reads its logits once; on a CPU a tile stays in the caches."""
+    fused: Callable[..., Tensor] = torch.compile(function, dynamic=True) if device_type == "cuda" else function
+    return fused
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,23 +202,13 @@ class _VocabularyPart:
     """[C]"""
 
 
-class _LogitChunks:
-    """The logits, chunk by chunk, in the same order for the forward and the backward pass."""
+class _Tiles:
+    """The logits, tile by tile, in the same order for the forward and the backward pass."""
 
-    def __init__(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        temperature: float,
-        dtype: torch.dtype,
-    ) -> None:
-        self.hidden = hidden.to(dtype)
-        self._weight, self._bias, self._targets = weight, bias, targets
-        self._temperature = temperature
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> None:
+        self._hidden, self._weight, self._bias, self._targets = hidden, weight, bias, targets
         max_logits = _CPU_LOGITS_AT_ONCE if hidden.device.type == "cpu" else LOGITS_AT_ONCE
-        # Neither the logits of a chunk nor the weights of its part, nor their gradients, are much larger than ``most``.
+        # Neither the logits of a tile nor the gradients of its part of the weights are much larger than ``max_logits``.
         self._width = min(len(weight), max_logits // min(max(*hidden.shape, 1), int(max_logits**0.5)))
         self._length = max_logits // self._width
 
@@ -173,19 +216,15 @@ class _LogitChunks:
         """Yield the parts of the vocabulary."""
         for start in range(0, len(self._weight), self._width):
             ids = slice(start, min(start + self._width, len(self._weight)))
-            bias = None if self._bias is None else self._bias[ids].to(self.hidden.dtype)
-            yield _VocabularyPart(ids, self._weight[ids].to(self.hidden.dtype), bias)
+            yield _VocabularyPart(ids, self._weight[ids], None if self._bias is None else self._bias[ids])
 
     def of_part(self, part: _VocabularyPart) -> Iterator[tuple[slice, Tensor]]:
-        """Yield rows and their logits [.., C] over a part, divided by the temperature; callers may overwrite them."""
-        for start in range(0, len(self.hidden), self._length):
-            rows = slice(start, min(start + self._length, len(self.hidden)))
-            hidden, weight = self.hidden[rows], part.weight.T
-            logits = (hidden @ weight if part.bias is None else torch.addmm(part.bias, hidden, weight)).float()
-            yield rows, logits if self._temperature == 1.0 else logits.div_(self._temperature)
+        """Yield rows and their logits [.., C] over a part."""
+        for start in range(0, len(self._hidden), self._length):
+            rows = slice(start, min(start + self._length, len(self._hidden)))
+            yield rows, linear(self._hidden[rows], part.weight, part.bias)
 
-    def locate_targets(self, part: _VocabularyPart, rows: slice) -> tuple[Tensor, Tensor]:
-        """Return the index of each target in a part [.., 1], and whether the target is in it at all [..]."""
-        local = self._targets[rows] - part.ids.start
-        inside = (local >= 0) & (local < len(part.weight))
-        return local.clamp(0, len(part.weight) - 1)[:, None], inside
+    def local_targets(self, part: _VocabularyPart, rows: slice) -> Tensor:
+        """Return the index [..] of each target in a part; outside of it, it is negative or too large."""
+        local: Tensor = self._targets[rows] - part.ids.start
+        return local

@@ -1,6 +1,6 @@
 """Packing: many sequences as one stream of tokens, without padding and with each prompt's tokens only once.
 
-Shapes: N tokens of the stream, B rows (sequences), S slots of a block of rows, T response tokens of all rows.
+Shapes: N tokens of the stream, S segments, B rows (sequences), T response tokens of all rows.
 """
 
 from collections.abc import Iterator
@@ -18,11 +18,39 @@ _MIN_LENGTH_SHARE = 0.8
 
 
 @dataclass(frozen=True, eq=False)
+class Segments:
+    """The pieces of a stream, one after another: each prompt, and what each response adds to it.
+
+    The tokens of a segment attend to its prompt and, causally, to each other.
+    """
+
+    starts: Index
+    """[S]: the place of each segment's first token in the stream."""
+    lengths: Index
+    """[S]: at least 1."""
+    prompt_starts: Index
+    """[S]: the place of the first token of each segment's prompt. A prompt has none before it."""
+    prompt_lengths: Index
+    """[S]: 0 for a prompt."""
+
+    def keys(self) -> Index:
+        """Return the places of the tokens that each segment attends to, laid end to end."""
+        return ranges(
+            np.stack([self.prompt_starts, self.starts], axis=1).ravel(),
+            np.stack([self.prompt_lengths, self.lengths], axis=1).ravel(),
+        )
+
+    def key_lengths(self) -> Index:
+        """Return [S]: to how many tokens the last token of each segment attends."""
+        return self.prompt_lengths + self.lengths
+
+
+@dataclass(frozen=True, eq=False)
 class Stream:
     """The inputs of one forward pass.
 
-    The rollouts of one prompt are neighbours and share its tokens: their slots point at the same places of the stream.
-    The last token of a row is never an input, because nothing is predicted from it.
+    The rollouts of one prompt are neighbours and share its tokens. The last token of a row is never an input, because
+    nothing is predicted from it.
     """
 
     ids: Index
@@ -31,47 +59,78 @@ class Stream:
     """[N]: the position of each token in its own sequence."""
     predictors: Index
     """[T]: the place in the stream from which each response token is predicted, in the order of rows."""
-    blocks: tuple[Index, ...]
-    """[rows of the block, S] each: the place in the stream of each slot of a row, padded on the right."""
-    owners: Index
-    """[N]: for each token of the stream a slot that holds it, counted through all blocks laid end to end."""
+    segments: Segments
 
 
 def pack(prompt_ids: Packed, response_ids: Packed) -> Stream:
     """Pack rows of at least one prompt and one response token each; equal neighbouring prompts are shared."""
     ids: list[NDArray[np.int32]] = []
     positions: list[Index] = []
-    rows: list[Index] = []
     predictors: list[Index] = []
+    segments: list[tuple[int, int, int, int]] = []
     end = 0
     prompt: NDArray[np.int32] | None = None
-    prompt_places = np.empty(0, np.int64)
+    prompt_start = 0
     for row in range(len(prompt_ids)):
         if prompt is None or not np.array_equal(prompt, prompt_ids[row]):
-            prompt = prompt_ids[row]
-            prompt_places = np.arange(end, end + len(prompt))
+            prompt, prompt_start = prompt_ids[row], end
             ids.append(prompt)
             positions.append(np.arange(len(prompt)))
+            segments.append((end, len(prompt), end, 0))
             end += len(prompt)
         inputs = response_ids[row][:-1]
-        input_places = np.arange(end, end + len(inputs))
-        ids.append(inputs)
-        positions.append(np.arange(len(prompt), len(prompt) + len(inputs)))
-        end += len(inputs)
-        rows.append(np.concatenate([prompt_places, input_places]))
-        predictors.append(rows[-1][len(prompt) - 1 :])
-    blocks = tuple(_build_blocks(rows))
-    slots = np.concatenate([block.ravel() for block in blocks])
-    owners = np.empty(end, np.int64)
-    # Padding repeats a row's first token; assigning backwards lets that token's own slot win.
-    owners[slots[::-1]] = np.arange(len(slots))[::-1]
+        predictors.append(np.concatenate([[prompt_start + len(prompt) - 1], np.arange(end, end + len(inputs))]))
+        if len(inputs):
+            ids.append(inputs)
+            positions.append(np.arange(len(prompt), len(prompt) + len(inputs)))
+            segments.append((end, len(inputs), prompt_start, len(prompt)))
+            end += len(inputs)
     return Stream(
         ids=np.concatenate(ids).astype(np.int64),
         positions=np.concatenate(positions),
         predictors=np.concatenate(predictors),
-        blocks=blocks,
-        owners=owners,
+        segments=Segments(*np.array(segments, np.int64).T),
     )
+
+
+def pad(stream: Stream, multiple: int) -> Stream:
+    """Make the number of tokens a multiple, by tokens at the end of which nothing is predicted."""
+    length, padding = len(stream.ids), -len(stream.ids) % multiple
+    if not padding:
+        return stream
+    last, segments = (length, padding, length, 0), stream.segments
+    columns = (segments.starts, segments.lengths, segments.prompt_starts, segments.prompt_lengths)
+    return Stream(
+        ids=np.pad(stream.ids, (0, padding)),
+        positions=np.pad(stream.positions, (0, padding)),
+        predictors=stream.predictors,
+        segments=Segments(*(np.append(column, value) for column, value in zip(columns, last, strict=True))),
+    )
+
+
+def padded_blocks(segments: Segments) -> tuple[list[Index], Index]:
+    """Return the rows of a stream in rectangles: blocks of rows of similar length, the longest first.
+
+    A block [rows, slots] holds the place in the stream of each slot, padded on the right. Also returns for each token
+    of the stream [N] a slot that holds it, counted through all blocks laid end to end.
+    """
+    places = np.split(segments.keys(), np.cumsum(segments.key_lengths())[:-1])
+    # A prompt is part of the rows of its responses.
+    is_response = segments.prompt_lengths > 0
+    is_row = is_response | ~np.isin(segments.starts, segments.prompt_starts[is_response])
+    blocks = list(_build_blocks([places[segment] for segment in np.flatnonzero(is_row)]))
+    slots = np.concatenate([block.ravel() for block in blocks])
+    owners = np.empty(int(segments.lengths.sum()), np.int64)
+    # Padding repeats a row's first token; assigning backwards lets that token's own slot win.
+    owners[slots[::-1]] = np.arange(len(slots))[::-1]
+    return blocks, owners
+
+
+def ranges(starts: Index, lengths: Index) -> Index:
+    """Return the whole numbers of all ranges, laid end to end."""
+    ends = np.cumsum(lengths)
+    numbers: Index = np.arange(int(ends[-1])) + np.repeat(starts - (ends - lengths), lengths)
+    return numbers
 
 
 def _build_blocks(rows: list[Index]) -> Iterator[Index]:

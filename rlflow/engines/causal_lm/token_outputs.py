@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlflow.batch import Packed, Sequences
-from rlflow.engines.base import Head
+from rlflow.engines.base import Entropy, Head
+from rlflow.engines.causal_lm.host_arrays import to_device
 from rlflow.engines.causal_lm.packing import Index, pack
 from rlflow.errors import EngineError
 
@@ -26,6 +27,7 @@ def compute_outputs(
     head: Head,
     sequences: Sequences,
     temperature: float,
+    entropy: Entropy = "unused",
     sharding: "Ulysses | None" = None,
 ) -> "tuple[Tensor, dict[str, Tensor]]":
     """Return what a loss is a function of, [T], float32, and columns in addition to the minibatch's.
@@ -36,30 +38,32 @@ def compute_outputs(
         return token_values(model, sequences, sharding), {}
     if head == "reward":
         return token_rewards(model, sequences, sharding), {}
-    scores = token_scores(model, sequences, temperature, sharding)
+    scores = token_scores(model, sequences, temperature, entropy, sharding)
     return scores[:, 0], {"entropy": scores[:, 1]}
 
 
 def token_scores(
-    model: "PreTrainedModel", sequences: Sequences, temperature: float, sharding: "Ulysses | None" = None
+    model: "PreTrainedModel",
+    sequences: Sequences,
+    temperature: float,
+    entropy: Entropy = "unused",
+    sharding: "Ulysses | None" = None,
 ) -> "Tensor":
     """Return [T, 2], float32: the logprob of each response token, and the entropy of its distribution in nats.
 
-    Logits are divided by ``temperature``.
+    Logits are divided by ``temperature``. Entropies that are ``unused`` are zero.
 
     Raises EngineError for a model whose logits are not the output of a single linear layer.
     """
-    import torch
-
     from rlflow.engines.causal_lm.output_layer import scores_as_logits
 
     inputs, predictors, tokens = _model_inputs(model, sequences, sharding)
     # The rollouts of a prompt share the predictor of their first token. Selecting each predictor once keeps gradients
     # reproducible: gradients of an index with repetitions are added up in any order.
-    unique, places = torch.unique(predictors, return_inverse=True)
+    unique, places = (to_device(x, model.device) for x in np.unique(predictors, return_inverse=True))
     ids = sequences.response_ids.values
-    targets = torch.from_numpy(ids if tokens is None else ids[tokens]).to(model.device, torch.int64)
-    with scores_as_logits(model, places, targets, temperature) as computed:
+    targets = to_device((ids if tokens is None else ids[tokens]).astype(np.int64), model.device)
+    with scores_as_logits(model, places, targets, temperature, entropy) as computed:
         scores: Tensor = model(**inputs, logits_to_keep=unique).logits
     if scores.data_ptr() != computed[0].data_ptr():
         name = type(getattr(model, "module", model)).__name__
@@ -74,7 +78,7 @@ def token_values(model: "PreTrainedModel", sequences: Sequences, sharding: "Ulys
     inputs, predictors, tokens = _model_inputs(model, sequences, sharding)
     # The rollouts of a prompt share the predictor of their first token. Unlike index_select, indexing adds up the
     # gradients of repeated entries in a fixed order, on GPUs too.
-    values: Tensor = model(**inputs).logits[0, :, 0].float()[predictors]
+    values: Tensor = model(**inputs).logits[0, :, 0].float()[to_device(predictors, model.device)]
     if sharding is None or tokens is None:
         return values
     return sharding.gather(values, tokens, int(sequences.response_ids.offsets[-1]))
@@ -85,15 +89,13 @@ def token_rewards(model: "PreTrainedModel", sequences: Sequences, sharding: "Uly
 
     At the last token of a response it is the reward.
     """
-    import torch
-
     response, count = sequences.response_ids, len(sequences)
     # The output at a token is the value before the token after it, so each row gets one more token, never read.
     values = np.insert(response.values, response.offsets[1:], 0)
     longer = Packed(values, response.offsets + np.arange(count + 1))
     extended = Sequences(keys=sequences.keys, prompt_ids=sequences.prompt_ids, response_ids=longer)
     after = np.delete(np.arange(len(values)), longer.offsets[:-1])
-    return token_values(model, extended, sharding)[torch.from_numpy(after).to(model.device)]
+    return token_values(model, extended, sharding)[to_device(after, model.device)]
 
 
 def last_values(values: Packed) -> NDArray[np.float32]:
@@ -113,22 +115,18 @@ def set_pad_token(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase"
 
 def _model_inputs(
     model: "PreTrainedModel", sequences: Sequences, sharding: "Ulysses | None"
-) -> "tuple[dict[str, object], Tensor, Index | None]":
+) -> "tuple[dict[str, object], Index, Index | None]":
     """Return the arguments of the forward pass, the predictors on this rank, and which tokens those predict."""
-    import torch
-
     from rlflow.engines.causal_lm.attention import PackedLayout
 
-    stream = pack(sequences.prompt_ids, sequences.response_ids)
+    stream, device, dtype = pack(sequences.prompt_ids, sequences.response_ids), model.device, model.dtype
     shard, tokens = (stream, None) if sharding is None else sharding.shard(stream)
-    ids, positions, predictors = (
-        torch.from_numpy(x).to(model.device) for x in (shard.ids, shard.positions, shard.predictors)
-    )
-    layout = PackedLayout(stream, model.device) if sharding is None else sharding.attention_layout(stream, model.device)
     inputs: dict[str, object] = {
-        "input_ids": ids[None],
-        "position_ids": positions[None],
-        "layout": layout,
+        "input_ids": to_device(shard.ids, device)[None],
+        "position_ids": to_device(shard.positions, device)[None],
+        "layout": PackedLayout(stream, device, dtype)
+        if sharding is None
+        else sharding.attention_layout(stream, device, dtype),
         "use_cache": False,
     }
-    return inputs, predictors, tokens
+    return inputs, shard.predictors, tokens

@@ -1,15 +1,17 @@
 """The loss and the metrics of one optimizer step, summed over its passes, and the checks that nothing became NaN."""
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from math import isfinite, nan
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlflow.batch import Minibatch, Packed, describe_samples
+from rlflow.batch import Minibatch, describe_samples
 from rlflow.engines.base import TokenLoss
+from rlflow.engines.causal_lm.host_arrays import to_device
 from rlflow.errors import EngineError, NotFiniteError
 
 if TYPE_CHECKING:
@@ -20,15 +22,25 @@ _WEIGHT = "weight"
 
 
 class LossTotals:
-    """The sums of one rank's passes. An engine with several ranks adds up their ``sums``."""
+    """The sums of one rank's passes. An engine with several ranks adds up their ``sums``.
+
+    Nothing waits for the GPU before the sums are read, so that it is never without work between passes.
+    """
 
     def __init__(self, loss: TokenLoss, device: "torch.device", role: str) -> None:
         self._role = role
-        self._problem: str | None = None
-        """A description of the values that were not finite, from the first pass without a finite loss."""
         self._loss = loss
         self._device = device
-        self.sums: defaultdict[str, float] = defaultdict(float)
+        self._sums: dict[str, Tensor] = {}
+        """Each a float64 on the device."""
+        self._passes: list[_Pass] = []
+
+    @cached_property
+    def sums(self) -> dict[str, float]:
+        """Return the loss, the weight, and of each metric the sum and the weight; no pass is added afterwards."""
+        import torch
+
+        return dict(zip(self._sums, torch.stack(list(self._sums.values())).tolist(), strict=True))
 
     def add(
         self, part: Minibatch, outputs: "Tensor", more_columns: "Mapping[str, Tensor]", share: float = 1.0
@@ -41,33 +53,29 @@ class LossTotals:
         """
         import torch
 
-        columns = {name: self._to_tensor(column) for name, column in part.columns.items()}
-        columns = {**columns, **more_columns, "rows": self._row_numbers(part)}
-        weights = self._to_tensor(part.weights)
+        tokens, rows = np.arange(len(part.weights.values)), _row_numbers(part)
         weighted = np.flatnonzero(part.weights.values)
-        tokens = np.arange(len(weights))
-        if 0 < len(weighted) < len(weights):
-            tokens = weighted
+        if 0 < len(weighted) < len(tokens):
             # Losses that sum over a response must not see tokens without weight either.
-            places = torch.from_numpy(weighted).to(self._device)
-            outputs, weights = outputs[places], weights[places]
-            columns = {name: column[places] for name, column in columns.items()}
-            columns["rows"] = torch.unique(columns["rows"], return_inverse=True)[1]
+            tokens, rows = weighted, np.unique(rows[weighted], return_inverse=True)[1]
+            places = to_device(weighted, self._device)
+            outputs, more_columns = outputs[places], {name: column[places] for name, column in more_columns.items()}
+        given = {name: to_device(column.values[tokens], self._device) for name, column in part.columns.items()}
+        columns = {**given, **more_columns, "rows": to_device(rows, self._device)}
+        weights = to_device(part.weights.values[tokens], self._device)
         losses, metrics = self._loss(outputs, columns)
         weights = weights * share
         total = (losses * weights).sum()
         inputs = {"the model's outputs": outputs, **columns} if len(weighted) and share else {}
-        # The GPU is synchronized once.
-        value, *broken = torch.stack([total.detach().double(), *_count_not_finite(inputs.values())]).tolist()
-        if not isfinite(value) or any(broken):
-            self._problem = self._problem or _describe_not_finite(losses, inputs, part, tokens)
-            value, total = nan, total * nan
-        self.sums["loss"] += value
-        self.sums[_WEIGHT] += float(weights.sum())
+        kept = _Pass(part, tokens, losses.detach(), {name: column.detach() for name, column in inputs.items()})
+        self._passes.append(kept)
+        total = total * torch.where(kept.is_finite(total.detach()), 1.0, nan)
+        self._add("loss", total)
+        self._add(_WEIGHT, weights.sum())
         for name, values in metrics.items():
             known = ~values.isnan()
-            self.sums[name] += float((values.detach() * weights)[known].sum())
-            self.sums[_weight_name(name)] += float(weights[known].sum())
+            self._add(name, torch.where(known, values.detach() * weights, 0.0).sum())
+            self._add(_weight_name(name), torch.where(known, weights, 0.0).sum())
         return total
 
     def check(
@@ -78,45 +86,53 @@ class LossTotals:
         ``gather`` returns the problems of all ranks from this rank's problem, so that all raise the same error.
         """
         if not isfinite(loss):
-            where = next((problem for problem in gather(self._problem) if problem), "")
+            problem = next((text for kept in self._passes if (text := kept.describe_not_finite())), None)
+            where = next((problem for problem in gather(problem) if problem), "")
             raise NotFiniteError(f"role {self._role}: the loss is {loss}{where}.")
 
-    def _row_numbers(self, part: Minibatch) -> "Tensor":
+    def _add(self, name: str, value: "Tensor") -> None:
+        value = value.detach().double()
+        self._sums[name] = self._sums[name] + value if name in self._sums else value
+
+
+@dataclass(frozen=True, eq=False)
+class _Pass:
+    """A pass, for a message about values of it that are not finite."""
+
+    part: Minibatch
+    tokens: NDArray[np.int64]
+    """[T]: the places of the losses among all response tokens of ``part``."""
+    losses: "Tensor"
+    """[T]"""
+    inputs: "Mapping[str, Tensor]"
+    """[T]: what the loss was computed from."""
+
+    def is_finite(self, total: "Tensor") -> "Tensor":
+        """Return whether the ``total`` of the pass and all inputs are finite: one value on the device."""
         import torch
 
-        lengths = part.response_ids.lengths
-        return torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)).to(self._device)
+        return torch.stack([total.isfinite(), *(column.isfinite().all() for column in self.inputs.values())]).all()
 
-    def _to_tensor(self, column: Packed) -> "Tensor":
-        import torch
+    def describe_not_finite(self) -> str | None:
+        """Name the samples whose loss or inputs of the loss are not finite, and these inputs."""
+        broken = {name: ~column.isfinite() for name, column in self.inputs.items()}
+        bad = ~self.losses.isfinite()
+        for is_broken in broken.values():
+            bad = bad | is_broken
+        places = self.tokens[bad.cpu().numpy()]
+        if not len(places):
+            return None
+        offsets = self.part.response_ids.offsets
+        rows = np.searchsorted(offsets, places, side="right") - 1
+        causes = [name for name, is_broken in broken.items() if is_broken.any()]
+        why = f"; not finite there: {', '.join(causes)}" if causes else ""
+        where = f"{describe_samples(self.part.keys[np.unique(rows)])}; first at token {places[0] - offsets[rows[0]]}"
+        return f" at {len(places)} of {len(self.losses)} tokens of a pass ({where}){why}"
 
-        return torch.from_numpy(column.values).to(self._device)
 
-
-def _count_not_finite(columns: "Iterable[Tensor]") -> "list[Tensor]":
-    return [column.detach().isfinite().logical_not().sum() for column in columns]
-
-
-def _describe_not_finite(
-    losses: "Tensor", inputs: "Mapping[str, Tensor]", part: Minibatch, tokens: NDArray[np.int64]
-) -> str | None:
-    """Name the samples whose loss or inputs of the loss are not finite, and these inputs.
-
-    ``tokens`` are the places of the losses among all response tokens of ``part``.
-    """
-    broken = {name: ~column.detach().isfinite() for name, column in inputs.items()}
-    bad = ~losses.detach().isfinite()
-    for is_broken in broken.values():
-        bad = bad | is_broken
-    places = tokens[bad.cpu().numpy()]
-    if not len(places):
-        return None
-    offsets = part.response_ids.offsets
-    rows = np.searchsorted(offsets, places, side="right") - 1
-    causes = [name for name, is_broken in broken.items() if is_broken.any()]
-    why = f"; not finite there: {', '.join(causes)}" if causes else ""
-    where = f"{describe_samples(part.keys[np.unique(rows)])}; first at token {places[0] - offsets[rows[0]]}"
-    return f" at {len(places)} of {len(losses)} tokens of a pass ({where}){why}"
+def _row_numbers(part: Minibatch) -> NDArray[np.int64]:
+    lengths = part.response_ids.lengths
+    return np.repeat(np.arange(len(lengths)), lengths)
 
 
 def weighted_means(sums: Mapping[str, float]) -> dict[str, float]:

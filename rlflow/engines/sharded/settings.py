@@ -18,6 +18,7 @@ TRAINING_MEMORY = TrainingMemory(
     bucket_elements=2e8,
     reduce_bytes=(0, 0, 8, 4),
     offloads_gradients_from=3,
+    logits=4,
     logits_at_once=LOGITS_AT_ONCE,
 )
 """DeepSpeed's defaults (sub_group_size, stage3_max_live_parameters) with gradients summed and reduced in fp32.

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, all_reduce, all_to_all_single, get_rank, get_world_size, new_group
 
 from rlflow.engines.causal_lm.attention import PackedLayout, VarlenKernel
-from rlflow.engines.causal_lm.packing import Index, Stream
+from rlflow.engines.causal_lm.packing import Index, Stream, pad
 
 # [R, ...]: piece i goes to rank i of the group, and piece i of the result comes from rank i.
 Exchange = Callable[[Tensor], Tensor]
@@ -38,9 +38,9 @@ class Ulysses:
         """Return this rank's tokens, and which of the T response tokens they predict."""
         return shard_stream(stream, self._rank, self._size)
 
-    def attention_layout(self, stream: Stream, device: torch.device) -> "UlyssesLayout":
+    def attention_layout(self, stream: Stream, device: torch.device, dtype: torch.dtype) -> "UlyssesLayout":
         """Return attention over the whole stream, to be called with this rank's tokens."""
-        return UlyssesLayout(stream, device, self._size, self._exchange)
+        return UlyssesLayout(stream, device, dtype, self._size, self._exchange)
 
     def gather(self, values: Tensor, tokens: Index, count: int) -> Tensor:
         """Return [T, ...] from each rank's ``values`` for its ``tokens``. Gradients flow to this rank's values only."""
@@ -57,51 +57,34 @@ class Ulysses:
 
 
 def shard_stream(stream: Stream, rank: int, size: int) -> tuple[Stream, Index]:
-    """Return the tokens of ``rank`` of ``size``, without attention, and which predictors are among them."""
-    stream = order_by_rank(stream, size)
-    length = len(stream.ids) // size
-    local = slice(rank * length, (rank + 1) * length)
-    tokens = np.flatnonzero(stream.predictors // length == rank)
+    """Return every ``size``-th token of a stream, beginning with ``rank``, and which predictors are among them.
+
+    That way each rank gets a similar share of prompts and of responses, and only responses have logits.
+    """
+    padded = pad(stream, size)
+    local = slice(rank, None, size)
+    tokens = np.flatnonzero(stream.predictors % size == rank)
     shard = replace(
-        stream,
-        ids=stream.ids[local],
-        positions=stream.positions[local],
-        predictors=stream.predictors[tokens] - rank * length,
-        blocks=(),
-        owners=stream.owners[:0],
+        padded,
+        ids=padded.ids[local],
+        positions=padded.positions[local],
+        predictors=stream.predictors[tokens] // size,
     )
     return shard, tokens
-
-
-def order_by_rank(stream: Stream, size: int) -> Stream:
-    """Reorder a stream so that each rank's tokens are neighbours: every ``size``-th token of the original order.
-
-    That way each rank gets a similar share of prompts and of responses, and only responses have logits. Padding at the
-    end makes the shares equal; nothing is predicted from it, and no token attends to it.
-    """
-    padding = -len(stream.ids) % size
-    ids, positions, owners = (np.pad(x, (0, padding)) for x in (stream.ids, stream.positions, stream.owners))
-    order = np.arange(len(ids)).reshape(-1, size).T.ravel()
-    places = np.argsort(order)
-    return Stream(
-        ids=ids[order],
-        positions=positions[order],
-        predictors=places[stream.predictors],
-        blocks=tuple(places[block] for block in stream.blocks),
-        owners=owners[order],
-    )
 
 
 class UlyssesLayout:
     """Attention over a whole stream, for a rank that holds a part of its tokens."""
 
-    def __init__(self, stream: Stream, device: torch.device, size: int, exchange: Exchange) -> None:
-        self._inner = PackedLayout(order_by_rank(stream, size), device)
+    def __init__(self, stream: Stream, device: torch.device, dtype: torch.dtype, size: int, exchange: Exchange) -> None:
+        self._inner = PackedLayout(pad(stream, size), device, dtype)
         self._size = size
         self._exchange = exchange
 
+    # The exchange between ranks stays outside of compiled layers.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, kernel: VarlenKernel
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, kernel: VarlenKernel
     ) -> Tensor:
         """Return [1, n, H, D] from query [1, H, n, D], and key and value with K heads.
 
@@ -111,16 +94,16 @@ class UlyssesLayout:
         if (copies := self._size // key.shape[1]) > 1:
             key, value = (x.repeat_interleave(copies, dim=1) for x in (key, value))
         query, key, value = (self._to_all_tokens(x) for x in (query, key, value))
-        return self._to_all_heads(self._inner.attend(layer, query, key, value, scale, kernel))
+        return self._to_all_heads(self._inner.attend(module, query, key, value, scale, kernel))
 
     def _to_all_tokens(self, x: Tensor) -> Tensor:
-        """Return [1, H / R, N, D] from [1, H, n, D]."""
+        """Return [1, H / R, N, D] from [1, H, n, D]: rank r has tokens r, r + R, r + 2R and so on."""
         pieces = self._exchange(x[0].view(self._size, -1, *x.shape[2:]))
-        return pieces.transpose(0, 1).flatten(1, 2)[None]
+        return pieces.permute(1, 2, 0, 3).flatten(1, 2)[None]
 
     def _to_all_heads(self, x: Tensor) -> Tensor:
         """Return [1, n, H, D] from [1, N, H / R, D]."""
-        pieces = self._exchange(x[0].view(self._size, -1, *x.shape[2:]))
+        pieces = self._exchange(x[0].view(-1, self._size, *x.shape[2:]).transpose(0, 1))
         return pieces.transpose(0, 1).flatten(1, 2)[None]
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlflow.batch import Minibatch, Packed, Prompts
-from rlflow.engines.base import EngineSpec
+from rlflow.engines.base import EngineSpec, Entropy
 from rlflow.recipe import Model, Optimizer
 from rlflow.resources.layout import Layout
 from rlflow.resources.models.architecture import Architecture
@@ -87,6 +87,7 @@ class NegativeLogprob:
     """The loss of supervised fine-tuning."""
 
     temperature = 1.0
+    entropy: Entropy = "unused"
 
     def __call__(self, logprobs: "Tensor", columns: "Mapping[str, Tensor]", /) -> "tuple[Tensor, Mapping[str, Tensor]]":
         """Return the loss [T] and no metrics."""

@@ -60,7 +60,6 @@ def _attention(
     )
     response_ids = Packed.from_rows([draw.integers(1, 9, n) for _, lengths in groups for n in lengths], np.int32)
     stream = pack(prompt_ids, response_ids)
-    layout = PackedLayout(stream, torch.device(device))
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, count, len(stream.ids), size) for count in (query_heads, key_heads, key_heads)]
     tensors = [torch.randn(shape, generator=generator).to(device, torch.bfloat16) for shape in shapes]
@@ -70,7 +69,8 @@ def _attention(
         """Return the output and the gradients of query, key and value, in float32."""
         inputs = [tensor.to(dtype).requires_grad_() for tensor in tensors]
         query, key, value = inputs
-        out = layout.attend(0, query, key, value, size**-0.5, kernel)
+        layout = PackedLayout(stream, torch.device(device), dtype)
+        out = layout.attend(None, query, key, value, size**-0.5, kernel)
         gradients = torch.autograd.grad(out.float(), inputs, direction)
         return [tensor.detach().float() for tensor in (out, *gradients)]
 
@@ -103,7 +103,7 @@ def output_layer(
     before = torch.cuda.memory_allocated(device) if on_gpu else 0
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
-    scores = score_targets(hidden, weight, None, targets, 1.0)
+    scores = score_targets(hidden, weight, None, targets, 1.0, "trained")
     gradients = torch.autograd.grad(scores[:, 0].sum() + 0.1 * scores[:, 1].sum(), inputs)
     peak = torch.cuda.max_memory_allocated(device) - before if on_gpu else 0
 

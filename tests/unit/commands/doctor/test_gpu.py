@@ -44,7 +44,7 @@ SMALL = Architecture(
 
 def attended(kernel: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
     """Check ``kernel``, which bfloat16 goes through as on a GPU."""
-    monkeypatch.setattr(attention, "has_varlen_kernel", lambda value: value.dtype == torch.bfloat16)
+    monkeypatch.setattr(attention, "has_varlen_kernel", lambda dtype, device: dtype == torch.bfloat16)
     monkeypatch.setattr(attention, "varlen_attn", kernel)
     return numerics.attention("cpu", heads=((4, 2, 8),), groups=((5, (7, 1)), (2, (9,))))
 
@@ -85,8 +85,8 @@ class TestNumerics:
         assert not any(each.broken for each in measured())
         real = head.score_targets
 
-        def hotter(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float) -> Tensor:
-            return real(hidden, weight, bias, targets, 1.1 * temperature)
+        def hotter(hidden: Tensor, weight: Tensor, bias: None, targets: Tensor, temperature: float, use: Any) -> Tensor:
+            return real(hidden, weight, bias, targets, 1.1 * temperature, use)
 
         monkeypatch.setattr(head, "score_targets", hotter)
         logprobs, *_ = measured()

@@ -82,10 +82,14 @@ def test_only_adapters_are_trained() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_adapters_are_in_float32_and_the_rest_in_the_type_of_the_model(dtype: Any) -> None:
+def test_adapters_are_trained_in_float32_and_computed_in_the_type_of_the_model(dtype: Any) -> None:
     engine = trained(actor(model=replace(MODEL, dtype=dtype)))
+    masters = engine._trained_weights()
+    assert {master.dtype for master in masters.values()} == {torch.float32}
     for name, tensor in engine._model.named_parameters():
-        assert tensor.dtype == (torch.float32 if ".lora_" in name else getattr(torch, dtype)), name
+        assert tensor.dtype == getattr(torch, dtype), name
+        assert (name in masters) == (".lora_" in name)
+        assert name not in masters or tensor.equal(masters[name].to(tensor.dtype))
 
 
 def test_gradients_are_those_of_the_weights_that_they_stand_for() -> None:

@@ -17,14 +17,13 @@ from rlflow.engines.causal_lm import attention, kernels
 from rlflow.engines.causal_lm.attention import (
     PackedLayout,
     VarlenKernel,
+    VarlenSegments,
     flash_varlen_attention,
     supports_flash,
     torch_varlen_attention,
-    unpad,
 )
 from rlflow.engines.causal_lm.kernels import check_attention, choose_attention
-from rlflow.engines.causal_lm.packing import Stream, pack
-from rlflow.engines.sharded.ulysses import order_by_rank
+from rlflow.engines.causal_lm.packing import Stream, pack, pad
 from rlflow.engines.torch import TorchEngine
 from rlflow.errors import RecipeError
 from tests.helpers import MODEL, sequences, spec
@@ -43,16 +42,19 @@ def one_row_after_another(
     longest_key: int,
     **options: Any,
 ) -> Tensor:
-    """Attend row by row as torch's kernel for GPUs does, [W, H, D]."""
+    """Attend segment by segment as torch's kernel for GPUs does, [N, H, D]."""
     assert options.pop("window_size") == (-1, 0)
-    assert query_ends.dtype == torch.int32
-    assert query_ends.equal(key_ends)
-    assert longest_query == longest_key == int(query_ends.diff().max())
-    assert int(query_ends[-1]) == len(query) == len(key) == len(value)
+    assert query_ends.dtype == key_ends.dtype == torch.int32
+    assert longest_query == int(query_ends.diff().max())
+    assert longest_key == int(key_ends.diff().max())
+    assert int(query_ends[-1]) == len(query)
+    assert int(key_ends[-1]) == len(key) == len(value)
     rows = []
-    for start, end in pairwise(query_ends.tolist()):
-        q, k, v = (x[start:end].transpose(0, 1)[None] for x in (query, key, value))
-        rows.append(scaled_dot_product_attention(q, k, v, is_causal=True, **options)[0].transpose(0, 1))
+    for own, all_keys in zip(pairwise(query_ends.tolist()), pairwise(key_ends.tolist()), strict=True):
+        given = ((query, own), (key, all_keys), (value, all_keys))
+        q, k, v = (x[slice(*ends)].transpose(0, 1)[None] for x, ends in given)
+        sees = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
+        rows.append(scaled_dot_product_attention(q, k, v, attn_mask=sees, **options)[0].transpose(0, 1))
     return torch.cat(rows)
 
 
@@ -77,7 +79,7 @@ def attended(
     draw = torch.Generator().manual_seed(0)
     shapes = [(1, count, len(stream.ids), 8) for count in (heads, key_heads, key_heads)]
     query, key, value = given = [torch.randn(shape, generator=draw).requires_grad_() for shape in shapes]
-    out = PackedLayout(stream, CPU).attend(0, query, key, value, 0.3, by)
+    out = PackedLayout(stream, CPU, torch.float32).attend(None, query, key, value, 0.3, by)
     return out, list(torch.autograd.grad(out.square().sum(), given))
 
 
@@ -86,25 +88,41 @@ def attended(
 def test_rows_of_any_length_are_blocks_of_like_length(
     monkeypatch: pytest.MonkeyPatch, ranks: int, key_heads: int, rows_by: VarlenKernel
 ) -> None:
-    stream = order_by_rank(pack(GIVEN.prompt_ids, GIVEN.response_ids), ranks)
+    stream = pad(pack(GIVEN.prompt_ids, GIVEN.response_ids), ranks)
     blocks, of_blocks = attended(stream, 4, key_heads)
-    monkeypatch.setattr(attention, "has_varlen_kernel", lambda value: True)
+    monkeypatch.setattr(attention, "has_varlen_kernel", lambda dtype, device: True)
     rows, of_rows = attended(stream, 4, key_heads, rows_by)
-    tokens = torch.from_numpy(np.unique(np.concatenate([block.ravel() for block in stream.blocks])))
-    assert torch.allclose(rows[:, tokens], blocks[:, tokens], atol=1e-6)
+    assert torch.allclose(rows, blocks, atol=1e-6)
     for one, other in zip(of_rows, of_blocks, strict=True):
-        assert torch.allclose(one[:, :, tokens], other[:, :, tokens], atol=1e-5)
+        assert torch.allclose(one, other, atol=1e-5)
 
 
-def test_without_padding_there_are_the_tokens_of_all_rows() -> None:
+def test_a_segment_attends_to_its_prompt_and_itself() -> None:
+    segments = pack(GIVEN.prompt_ids, GIVEN.response_ids).segments
+    assert segments.starts.tolist() == [0, 5, 8, 10, 12, 13, 22, 41, 57]
+    assert segments.lengths.tolist() == [5, 3, 2, 2, 1, 9, 19, 16, 1]
+    ends = np.cumsum(segments.key_lengths())
+    keys = [own.tolist() for own in np.split(segments.keys(), ends[:-1])]
+    assert keys[:5] == [
+        [0, 1, 2, 3, 4],
+        [0, 1, 2, 3, 4, 5, 6, 7],
+        [0, 1, 2, 3, 4, 8, 9],
+        [10, 11],
+        [10, 11, 12],
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_shared_keys_are_added_up_in_float32(dtype: torch.dtype) -> None:
     stream = pack(GIVEN.prompt_ids, GIVEN.response_ids)
-    places, owners, lengths = unpad(stream)
-    expected = GIVEN.prompt_ids.lengths + GIVEN.response_ids.lengths - 1
-    assert sorted(lengths) == sorted(expected)
-    assert len(places) == expected.sum()
-    assert (places[owners] == np.arange(len(stream.ids))).all()
-    for start, end in pairwise([0, *np.cumsum(lengths)]):
-        assert stream.positions[places[start:end]].tolist() == list(range(end - start))
+    segments = VarlenSegments(stream.segments, CPU)
+    x = torch.randn(len(stream.ids), 2, 3).to(dtype).requires_grad_()
+    gathered = segments.gather(x)
+    assert gathered.equal(x[segments.places])
+    direction = torch.randn(gathered.shape).to(dtype)
+    (gradient,) = torch.autograd.grad(gathered, x, direction)
+    expected = torch.zeros(x.shape, dtype=torch.float64).index_add(0, segments.places, direction.double())
+    assert torch.allclose(gradient.double(), expected, rtol=torch.finfo(dtype).eps, atol=1e-6)
 
 
 @pytest.mark.parametrize("key_heads", [2, 4])
@@ -125,7 +143,7 @@ def test_the_model_runs_by_the_kernel_that_is_chosen(monkeypatch: pytest.MonkeyP
         called.append(given)
         return flash_attn_varlen_func(*given, **options)
 
-    monkeypatch.setattr(attention, "has_varlen_kernel", lambda value: True)
+    monkeypatch.setattr(attention, "has_varlen_kernel", lambda dtype, device: True)
     monkeypatch.setattr(attention, "varlen_attn", None)
     monkeypatch.setattr("rlflow.engines.causal_lm.pretrained.choose_attention", lambda spec: "flash_attention_2")
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=flash))

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 import rlflow
-from rlflow.engines.causal_lm.attention import flash_varlen_attention
+from rlflow.engines.causal_lm.attention import VarlenSegments, flash_varlen_attention
+from rlflow.engines.causal_lm.packing import pack
 from rlflow.engines.torch import TorchEngine
 from rlflow.errors import PlacementError
-from tests.helpers import load, spec
+from tests.helpers import load, sequences, spec
 
 
 @pytest.fixture(autouse=True)
@@ -36,8 +37,10 @@ def test_flash_attention_gets_the_deterministic_option(monkeypatch: pytest.Monke
 
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=varlen))
     TorchEngine(replace(spec(), deterministic=deterministic))
+    given = sequences([3], [[1]])
+    segments = pack(given.prompt_ids, given.response_ids).segments
     rows = torch.zeros(3, 2, 8)
-    flash_varlen_attention(rows, rows, rows, torch.tensor([0, 3]), 3, 1.0)
+    flash_varlen_attention(rows, rows, rows, VarlenSegments(segments, torch.device("cpu")), 1.0)
     assert told == [deterministic]
     assert torch.are_deterministic_algorithms_enabled() == deterministic
     assert not torch.is_deterministic_algorithms_warn_only_enabled()

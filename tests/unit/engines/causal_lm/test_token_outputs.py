@@ -11,7 +11,7 @@ import torch
 from rlflow.batch import Packed, Sequences
 from rlflow.engines.base import Sampling
 from rlflow.engines.causal_lm.decoding import _sample, decode
-from rlflow.engines.causal_lm.packing import pack
+from rlflow.engines.causal_lm.packing import pack, padded_blocks
 from rlflow.engines.causal_lm.pretrained import load_model, load_tokenizer
 from rlflow.engines.causal_lm.token_outputs import token_scores
 from rlflow.engines.torch import TorchEngine
@@ -73,13 +73,14 @@ def test_a_prompt_is_in_the_stream_once_and_the_last_token_is_not() -> None:
 def test_no_slot_of_padding_is_anyones() -> None:
     given = sequences([5, 2, 9], [[4, 3, 1], [2], [20, 17]])
     stream = pack(given.prompt_ids, given.response_ids)
-    places = np.concatenate([block.ravel() for block in stream.blocks])
-    assert (places[stream.owners] == np.arange(len(stream.ids))).all()
-    ends = np.cumsum([block.size for block in stream.blocks])
-    for owner, position in zip(stream.owners, stream.positions, strict=True):
+    blocks, owners = padded_blocks(stream.segments)
+    places = np.concatenate([block.ravel() for block in blocks])
+    assert (places[owners] == np.arange(len(stream.ids))).all()
+    ends = np.cumsum([block.size for block in blocks])
+    for owner, position in zip(owners, stream.positions, strict=True):
         block = int(np.searchsorted(ends, owner, side="right"))
-        slot = owner - (ends[block] - stream.blocks[block].size)
-        assert slot % stream.blocks[block].shape[1] == position
+        slot = owner - (ends[block] - blocks[block].size)
+        assert slot % blocks[block].shape[1] == position
 
 
 def decoded(prompts: Packed, sampling: Sampling, merge_end_ids: Sequence[int] = (0,)) -> Any:
@@ -151,7 +152,9 @@ def test_the_gradient_does_not_depend_on_the_cut() -> None:
     given = minibatch(sequences([3, 6, 2], [[4, 9, 1], [2], [5, 5]]))
     weights = []
     for size in (4096, 12, 1):
-        engine = TorchEngine(spec(micro_batch_tokens=size, optimizer=Optimizer(learning_rate=1e-2)))
+        engine = TorchEngine(
+            spec(capabilities=["Trains"], micro_batch_tokens=size, optimizer=Optimizer(learning_rate=1e-2))
+        )
         metrics = engine.update(given, LikelihoodLoss()).values
         weights.append((metrics["grad_norm"], torch.cat([w.flatten() for _, w in engine.weights()])))
     for norm, values in weights[1:]:
@@ -160,7 +163,7 @@ def test_the_gradient_does_not_depend_on_the_cut() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capabilities", [[], ["Values"]])
+@pytest.mark.parametrize("capabilities", [["Trains"], ["Trains", "Values"]])
 def test_an_update_repeats_itself_to_the_bit(capabilities: list[str]) -> None:
     """Large enough for several threads to share the work, with one prompt that all of them add to."""
     given = minibatch(sequences([8], [[5, 9, 13, 9, 5, 2, 7, 7] * 100]))
@@ -175,7 +178,7 @@ def test_an_update_repeats_itself_to_the_bit(capabilities: list[str]) -> None:
 @pytest.mark.parametrize(("step", "rate"), [(0, 1e-3), (9, 1e-4)])
 def test_the_learning_rate_is_that_of_the_step(step: int, rate: float) -> None:
     """The first step of AdamW moves a weight with a gradient by the learning rate."""
-    engine = TorchEngine(spec(optimizer=Optimizer(learning_rate=1e-3, schedule="linear")))
+    engine = TorchEngine(spec(capabilities=["Trains"], optimizer=Optimizer(learning_rate=1e-3, schedule="linear")))
     given = minibatch(sequences([3], [[4]]), step)
     before = {name: weight.clone() for name, weight in engine.weights()}
     assert engine.update(given, LikelihoodLoss()).values["learning_rate"] == pytest.approx(rate)
@@ -184,7 +187,7 @@ def test_the_learning_rate_is_that_of_the_step(step: int, rate: float) -> None:
 
 
 def test_the_gradient_is_clipped() -> None:
-    engine = TorchEngine(spec(optimizer=Optimizer(max_grad_norm=0.1)))
+    engine = TorchEngine(spec(capabilities=["Trains"], optimizer=Optimizer(max_grad_norm=0.1)))
     norm = engine.update(minibatch(sequences([3], [[4]])), LikelihoodLoss()).values["grad_norm"]
     gradients = [weight.grad.flatten() for weight in engine._model.parameters() if weight.grad is not None]
     assert norm > 0.1
@@ -192,7 +195,7 @@ def test_the_gradient_is_clipped() -> None:
 
 
 def test_values_are_those_before_each_response_token() -> None:
-    engine = TorchEngine(spec(capabilities=["Values"]))
+    engine = TorchEngine(spec(capabilities=["Trains", "Values"]))
     given = sequences([3, 2], [[4, 1], [2]])
     ours = engine.values(given).values
     engine._model.config._attn_implementation = "eager"
@@ -205,7 +208,7 @@ def test_values_are_those_before_each_response_token() -> None:
 
 
 def test_weights_arrive() -> None:
-    leader, follower = TorchEngine(spec()), TransformersEngine(spec(role="rollout"))
+    leader, follower = TorchEngine(spec(capabilities=["Trains"])), TransformersEngine(spec(role="rollout"))
     given = sequences([3], [[4, 2]])
     leader.update(minibatch(given), LikelihoodLoss())
     assert follower.logprobs(given, 1.0).values.values != pytest.approx(leader.logprobs(given, 1.0).values.values)
@@ -256,13 +259,14 @@ def test_a_policy_update_knows_the_entropy() -> None:
             scores = (plain(ids).logits[0] / 0.7).log_softmax(-1)[len(prompt) - 1 : -1]
         expected += (-(scores.exp() * scores).sum(-1)).tolist()
     for size in (4096, 8):
-        metrics = TorchEngine(spec(micro_batch_tokens=size)).update(batch, loss).values
+        metrics = TorchEngine(spec(capabilities=["Trains"], micro_batch_tokens=size)).update(batch, loss).values
         assert metrics["entropy"] == pytest.approx(np.mean(expected), abs=1e-5)
 
 
 def test_checkpointing_changes_nothing() -> None:
     given = minibatch(sequences([3, 6], [[4, 9], [2]]))
-    specs = (spec(), replace(spec(), layout=Layout(micro_batch_tokens=4096, gradient_checkpointing=True)))
+    trained = spec(capabilities=["Trains"])
+    specs = (trained, replace(trained, layout=Layout(micro_batch_tokens=4096, gradient_checkpointing=True)))
     norms = [TorchEngine(each).update(given, LikelihoodLoss()).values["grad_norm"] for each in specs]
     assert norms[1] == pytest.approx(norms[0], rel=1e-6)
 

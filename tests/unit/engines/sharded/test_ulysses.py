@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from rlflow.engines.causal_lm.attention import PackedLayout, torch_varlen_attention
-from rlflow.engines.causal_lm.packing import pack
-from rlflow.engines.sharded.ulysses import UlyssesLayout, order_by_rank, shard_stream
+from rlflow.engines.causal_lm.packing import pack, pad
+from rlflow.engines.sharded.ulysses import UlyssesLayout, shard_stream
 from tests.helpers import sequences
 
 GIVEN = sequences([5, 2, 4], [[4, 3, 1], [2], [1, 6]])
@@ -37,21 +37,22 @@ class Exchange:
 )
 def test_shared_attention_is_whole_attention(size: int, heads: int, key_heads: int) -> None:
     stream = pack(GIVEN.prompt_ids, GIVEN.response_ids)
-    tokens = len(order_by_rank(stream, size).ids)
+    tokens = len(pad(stream, size).ids)
     draw = torch.Generator().manual_seed(0)
     inputs = [torch.randn(1, count, tokens, 8, generator=draw) for count in (heads, key_heads, key_heads)]
     whole = [x[:, :, : len(stream.ids)].clone().requires_grad_() for x in inputs]
     query, key, value = whole
-    expected = PackedLayout(stream, CPU).attend(0, query, key, value, 0.3, torch_varlen_attention)
+    expected = PackedLayout(stream, CPU, torch.float32).attend(None, query, key, value, 0.3, torch_varlen_attention)
     torch.autograd.backward(expected.square().sum())
 
     theirs = [x.clone().requires_grad_() for x in inputs]
     exchange = Exchange(size)
 
     def attend(rank: int) -> Tensor:
-        layout = UlyssesLayout(stream, CPU, size, lambda pieces: exchange.of(rank, pieces))
+        layout = UlyssesLayout(stream, CPU, torch.float32, size, lambda pieces: exchange.of(rank, pieces))
         query, key, value = (x[:, :, rank::size] for x in theirs)
-        return layout.attend(0, query, key, value, 0.3, torch_varlen_attention)
+        out: Tensor = layout.attend(None, query, key, value, 0.3, torch_varlen_attention)
+        return out
 
     with ThreadPoolExecutor(size) as ranks:
         parts = list(ranks.map(attend, range(size)))

@@ -106,7 +106,7 @@ def test_a_plan_counts_what_stays_and_what_is_sent() -> None:
 def test_torch_drops_its_gradients() -> None:
     idle = plan_of("grpo_7b", "1x1@b200", "roles.actor.engine=torch").prediction.memory["actor"].phases["resting"]
     assert "gradients" not in idle
-    assert idle["weights"] == pytest.approx(4 * QWEN.num_parameters / GIB)
+    assert idle["weights"] == pytest.approx(2 * QWEN.num_parameters / GIB)
 
 
 def test_engines_with_adapters_keep_their_weights_with_the_host() -> None:

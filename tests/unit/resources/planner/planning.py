@@ -62,7 +62,7 @@ def demand(role: str, model: Architecture | None = SMALL, parallel: frozenset[st
         parallel=parallel,
         job="train" if role.startswith(("actor", "critic")) else "serve" if role.startswith("rollout") else "score",
         architecture=model,
-        training=replace(TRAINING_MEMORY, logits_at_once=float("inf")),
+        training=replace(TRAINING_MEMORY, logits=14, logits_at_once=float("inf")),
         pins=Resources(**wants),
     )
 
