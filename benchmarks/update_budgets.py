@@ -30,7 +30,7 @@ from benchmarks.varlen_on_cpu import register_cpu_kernel
 from rlflow.batch import Minibatch, Packed
 from rlflow.engines.base import EngineSpec
 from rlflow.engines.causal_lm import attention, output_layer
-from rlflow.engines.causal_lm.compiled_layers import compile_layers
+from rlflow.engines.causal_lm.compilation import compile_layers
 from rlflow.engines.causal_lm.token_outputs import token_scores
 from rlflow.engines.torch import TorchEngine
 from rlflow.nodes.policy_loss import LikelihoodLoss, PolicyLoss, clipped_surrogate
@@ -58,7 +58,8 @@ def bytes_per_logit(tokens: int = 8192, width: int = 896, vocabulary: int = 151_
     hidden = torch.empty(tokens, width, dtype=torch.bfloat16, device="meta", requires_grad=True)
     weight = torch.empty(vocabulary, width, dtype=torch.bfloat16, device="meta", requires_grad=True)
     targets = torch.empty(tokens, dtype=torch.int64, device="meta")
-    with mock.patch.object(output_layer, "_fused", _counted), _OperatorBytes() as counter:
+    compiled = mock.patch.multiple(output_layer, _fused=_counted, can_compile=lambda device: True)
+    with compiled, _OperatorBytes() as counter:
         scores = output_layer.score_targets(hidden, weight, None, targets, 1.0, "reported")
         torch.autograd.grad(scores[:, 0].sum(), [hidden, weight])
     return float(counter.total / (tokens * vocabulary))

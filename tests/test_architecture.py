@@ -40,7 +40,7 @@ OWN = {"rlflow", "__future__", "_thread"}
 # Imported by engines when they are built, never before.
 LAZY = {
     "engines/causal_lm/attention.py",
-    "engines/causal_lm/compiled_layers.py",
+    "engines/causal_lm/compilation.py",
     "engines/causal_lm/output_layer.py",
     "engines/sharded/ulysses.py",
 }

@@ -63,7 +63,7 @@ class TrainingEngine(TunableEngine, ProfiledEngine, ABC):
 
     def _use_model(self, model: "PreTrainedModel") -> None:
         """Add what the spec asks for to the loaded model."""
-        from rlflow.engines.causal_lm.compiled_layers import compile_layers, pays_to_compile
+        from rlflow.engines.causal_lm.compilation import compile_layers, pays_to_compile
 
         spec = self._spec
         self._model = self._called_model = model

@@ -18,10 +18,12 @@ from torch.nn import Linear
 from torch.nn.functional import linear
 
 from rlflow.engines.base import LOGITS_AT_ONCE, Entropy
+from rlflow.engines.causal_lm.compilation import can_compile
 from rlflow.errors import EngineError
 
-# The most logits at a time on a CPU: about what its caches hold.
-_CPU_LOGITS_AT_ONCE = 2**20
+# The most logits at a time on a CPU: about what its caches hold. On a GPU without compiled functions: they make several
+# copies in float32.
+_CPU_LOGITS_AT_ONCE, _PLAIN_LOGITS_AT_ONCE = 2**20, 2**24
 # A logit at which a word is impossible; the sum of a whole vocabulary of them is still finite.
 _LOWEST = -1e30
 
@@ -187,7 +189,7 @@ def _scale(logits: Tensor, temperature: float) -> Tensor:
 @cache
 def _fused(function: Callable[..., Tensor], device_type: str) -> Callable[..., Tensor]:
     """Return a function of a tile that reads its logits once; on a CPU a tile stays in the caches."""
-    fused: Callable[..., Tensor] = torch.compile(function, dynamic=True) if device_type == "cuda" else function
+    fused: Callable[..., Tensor] = torch.compile(function, dynamic=True) if can_compile(device_type) else function
     return fused
 
 
@@ -207,7 +209,9 @@ class _Tiles:
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> None:
         self._hidden, self._weight, self._bias, self._targets = hidden, weight, bias, targets
-        max_logits = _CPU_LOGITS_AT_ONCE if hidden.device.type == "cpu" else LOGITS_AT_ONCE
+        device = hidden.device.type
+        max_logits = _CPU_LOGITS_AT_ONCE if device == "cpu" else _PLAIN_LOGITS_AT_ONCE
+        max_logits = LOGITS_AT_ONCE if can_compile(device) else max_logits
         # Neither the logits of a tile nor the gradients of its part of the weights are much larger than ``max_logits``.
         self._width = min(len(weight), max_logits // min(max(*hidden.shape, 1), int(max_logits**0.5)))
         self._length = max_logits // self._width

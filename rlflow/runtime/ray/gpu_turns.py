@@ -1,8 +1,9 @@
 """The turns of roles that share GPUs: which role uses them now, and what memory the others give up meanwhile."""
 
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future
 from threading import RLock
-from typing import Literal
+from typing import Any, Literal
 
 from rlflow.compiler.plan import Plan
 from rlflow.runtime.objects.ray_api import wait_all
@@ -72,13 +73,7 @@ class GpuTurns:
     def release(self, role: str) -> None:
         """Make a role give up the GPU memory that it does not need while others work."""
         with self._lock:
-            if role in self._sleepers:
-                if self._asleep.get(role) != "completely":
-                    self._call(role, "sleep", role in self._expired)
-                    self._asleep[role] = "completely"
-            elif role in self._cached:
-                self._call(role, "release_memory")
-            self._cached.discard(role)
+            wait_all(self._releases(role))
 
     def prepare_sender(self, role: str) -> None:
         """Prepare a role to send its weights, with nothing else of it on the GPUs if it sleeps."""
@@ -111,13 +106,28 @@ class GpuTurns:
         self._expired.add(role)
 
     def _free_gpus(self, role: str, except_role: str | None = None) -> None:
-        for other in self._neighbors[role]:
-            if other != except_role:
-                self.release(other)
+        # All give up their memory at the same time.
+        others = [other for other in self._neighbors[role] if other != except_role]
+        wait_all([call for other in others for call in self._releases(other)])
+
+    def _releases(self, role: str) -> "list[Future[Any]]":
+        """Start the calls by which a role gives up the memory that it does not need while others work."""
+        calls: list[Future[Any]] = []
+        if role in self._sleepers:
+            if self._asleep.get(role) != "completely":
+                calls = self._submit(role, "sleep", role in self._expired)
+                self._asleep[role] = "completely"
+        elif role in self._cached:
+            calls = self._submit(role, "release_memory")
+        self._cached.discard(role)
+        return calls
 
     def _call(self, role: str, method: str, *arguments: object) -> None:
+        wait_all(self._submit(role, method, *arguments))
+
+    def _submit(self, role: str, method: str, *arguments: object) -> "list[Future[Any]]":
         workers = self._workers[role]
-        wait_all([workers.submit(rank, method, *arguments) for rank in range(len(workers))])
+        return [workers.submit(rank, method, *arguments) for rank in range(len(workers))]
 
 
 def gpu_neighbors(plan: Plan) -> dict[str, list[str]]:

@@ -1,5 +1,6 @@
 """A worker process: one engine of one rank of a role."""
 
+import gc
 import os
 import queue
 from collections.abc import Generator, Iterator, Mapping
@@ -64,6 +65,9 @@ class EngineWorker(ObjectProcess):
         if engine_kind(engine).concurrent:
             self._engine_thread = None
         self._engine = self._run(build, engine, spec)
+        # Every hand-over of a GPU collects garbage, which need not walk through the libraries and the model each time.
+        gc.collect()
+        gc.freeze()
         self._peaks = PhasePeaks(spec.device)
         self._peaks.record(self._engine)
 

@@ -1,7 +1,12 @@
-"""Compiled decoder layers: the operations between the matrix products of a layer become a few kernels.
+"""Compilation of a model's decoder layers, and of functions, by torch.compile.
 
 Importing this file imports torch and transformers.
 """
+
+import os
+import shutil
+from functools import cache
+from importlib.util import find_spec
 
 import torch
 from torch.nn import Module
@@ -14,14 +19,27 @@ from rlflow.engines.causal_lm.attention import has_varlen_kernel
 _MIN_HIDDEN_SIZE = 512
 
 
+@cache
+def can_compile(device_type: str) -> bool:
+    """Return whether torch.compile makes kernels for this device: for GPUs, with Triton and the C compiler it needs.
+
+    ``TORCH_COMPILE_DISABLE=1`` turns it off, as it does in all of torch.
+    """
+    has_compiler = any(os.environ.get("CC") or shutil.which(name) for name in ("cc", "gcc", "clang"))
+    is_disabled = os.environ.get("TORCH_COMPILE_DISABLE", "0") == "1"
+    return device_type == "cuda" and find_spec("triton") is not None and has_compiler and not is_disabled
+
+
 def pays_to_compile(spec: EngineSpec, hidden_size: int) -> bool:
     """Return whether compiled layers make a role's passes faster.
 
     Without a kernel for segments of different lengths, the shapes of attention would be those of padded blocks, new for
     every pass. Under ZeRO 3 weights are gathered by hooks inside a layer.
     """
-    has_kernel = has_varlen_kernel(getattr(torch, spec.model.dtype), torch.device(spec.device))
-    return has_kernel and spec.layout.zero_stage != 3 and hidden_size >= _MIN_HIDDEN_SIZE
+    device = torch.device(spec.device)
+    has_kernel = has_varlen_kernel(getattr(torch, spec.model.dtype), device)
+    is_gathered = spec.layout.zero_stage == 3
+    return has_kernel and can_compile(device.type) and not is_gathered and hidden_size >= _MIN_HIDDEN_SIZE
 
 
 def compile_layers(model: Module, backend: str = "inductor") -> None:
