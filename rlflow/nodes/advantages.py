@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from rlflow.batch import Logprobs, Packed, Repeated, Rewards, RolloutAdvantages, Rollouts, TokenAdvantages
 from rlflow.errors import GraphError, RecipeError
+from rlflow.nodes.alarms import REWARDS_ARE_EQUAL
 from rlflow.nodes.base import Formula, GraphNode, Node, NodeView
 from rlflow.nodes.expressions import old_probability, times
 from rlflow.nodes.kl import Estimator, check_kl, kl_expression, old_difference, token_kl
@@ -33,6 +34,8 @@ class GroupAdvantage(Node, kind="group_advantage", unit="group"):
 
     Source: DeepSeekMath (arXiv 2402.03300), section 4.1.2; without the division Dr. GRPO (arXiv 2503.20783).
     """
+
+    alarms = (REWARDS_ARE_EQUAL,)
 
     normalize: bool = True
     """Divide by the group's standard deviation (of the sample, n - 1)."""
@@ -61,6 +64,8 @@ class LeaveOneOutAdvantage(Node, kind="leave_one_out_advantage", unit="group"):
 
     Source: RLOO (arXiv 2402.14740). It is n / (n - 1) times the reward minus the group's mean.
     """
+
+    alarms = (REWARDS_ARE_EQUAL,)
 
     def formula(self, symbols: Mapping[str, str]) -> Formula:
         reward = symbols["rewards"]

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Literal
 from rlflow.batch import Batch, Selection
 from rlflow.engines.base import Sampling, capabilities_of
 from rlflow.errors import GraphError
+from rlflow.nodes.alarms import Alarm
 from rlflow.nodes.signature import Input, read_signature
 from rlflow.recipe import Recipe
 from rlflow.schema import Section
@@ -85,8 +86,7 @@ class Node(Section):
     unit: ClassVar[Unit]
     """How much the node needs at once: one sample, the samples of a prompt, or all of a step."""
     compares_groups: ClassVar[bool]
-    """True if the node compares the responses to a prompt, so that groups of one are refused. ``unit="group"``
-    implies it."""
+    """True if the node compares the responses to a prompt and refuses groups of one, as with ``unit="group"``."""
     reads_tokens: ClassVar[bool]
     """True if the node reads tokens, logprobs, texts or rows, and not only keys, lengths and one number a sample.
     Without a role, such a node runs where tokens are: on every host, on the samples that lie there. A node with a state
@@ -97,6 +97,8 @@ class Node(Section):
     """The inputs that belong to other responses than ``rollouts`` and the rest, such as those of a greedy baseline."""
     headline: ClassVar[Headline | None] = None
     """The metric that the progress of a run shows for the node."""
+    alarms: ClassVar[tuple[Alarm, ...]] = ()
+    """The metrics that a run warns about if they stay beyond their bounds."""
 
     def __init_subclass__(
         cls,

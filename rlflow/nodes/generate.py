@@ -11,6 +11,7 @@ from rlflow.environments.base import load_environment
 from rlflow.environments.conversations import EnvironmentTurns
 from rlflow.environments.options import TurnOptions
 from rlflow.errors import GraphError, RecipeError
+from rlflow.nodes.alarms import NO_RESPONSE_ENDS
 from rlflow.nodes.base import Headline, Node, NodeView
 from rlflow.rewards.pool import ProcessPool
 from rlflow.schema import Count, TopP
@@ -33,6 +34,7 @@ class Generate(Node, kind="generate", unit="sample"):
     """Sample from the likeliest tokens whose probabilities add up to this share."""
 
     headline = Headline("length_mean", ".1f", label="length")
+    alarms = (NO_RESPONSE_ENDS,)
 
     @property
     def sampling(self) -> Sampling:

@@ -17,6 +17,7 @@ from annotated_types import Ge, Gt, Le, Unit
 from rlflow.batch import Advantages, Logprobs, Metrics, Packed, Rollouts
 from rlflow.engines.base import Trains
 from rlflow.errors import GraphError, RecipeError
+from rlflow.nodes.alarms import POLICY_ALARMS, Alarm
 from rlflow.nodes.base import Formula, GraphNode, Headline, Node, NodeView
 from rlflow.nodes.expressions import inheritance_depth, old_probability, times
 from rlflow.nodes.kl import Estimator, KlCoefficient, check_kl, kl_expression, ratio
@@ -73,6 +74,7 @@ class PolicyGradient(Section):
     }
 
     headline: ClassVar[Headline | None] = Headline("kl", ".4f", label="kl")
+    alarms: ClassVar[tuple[Alarm, ...]] = POLICY_ALARMS
 
     aggregation: Aggregation = "token"
     """The unit of equal weight in a minibatch: every ``token``, every ``sequence``, or each token over a ``constant``.

@@ -13,6 +13,7 @@ from rlflow.engines.journal import open_journal
 from rlflow.engines.registry import engine_kind
 from rlflow.errors import EngineError
 from rlflow.recipe.options import RunOptions
+from rlflow.runtime.alarms import Alarms
 from rlflow.runtime.checkpoint import (
     CheckpointWriter,
     checkpoints,
@@ -137,7 +138,7 @@ def _train(session: Session) -> Report:
     with _prepared(session) as (training, skips, writer):
         observer = training.observer
         metrics: Mapping[str, float] = {}
-        times = StepTimes(plan)
+        times, alarms = StepTimes(plan), Alarms(plan.graph)
         training.sync(progress.step)
         while True:
             if training.evaluator and is_evaluation_due(plan, progress):
@@ -164,6 +165,7 @@ def _train(session: Session) -> Report:
             observer.stepped(progress.step, metrics)
             for warning in engines.take_warnings():
                 observer.warned(f"step {progress.step}: {warning}")
+            session.warn(*alarms.warnings(progress.step, metrics))
             writer.check()
         return finish(session, training, progress, times, metrics)
 
