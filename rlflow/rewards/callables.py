@@ -37,6 +37,8 @@ _TIMEOUT = "timeout_s"
 _OF_RESPONSES = {"token_ids": "token_ids", "finish_reasons": "finish_reason"}
 # Responses in one call of an async function, which is likely to wait for a service.
 _ASYNC_BATCH_SIZE = 32
+# Responses in one call of a function that takes lists: more than one, so that a single value for all is noticed.
+_LIST_BATCH_SIZE = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +114,8 @@ def _load_of_style(name: str, style_name: StyleName, options: Mapping[str, Any],
         columns = check_style(name, function, style, options)
         call = partial(style.call, with_accepted(function, options))
     check_row = partial(missing_column, columns)
-    return LoadedCallable(call, _batch_size(function), timeout_s, reads_tokens=True, check_row=check_row)
+    batch_size = _batch_size(function, _LIST_BATCH_SIZE if style.takes_lists else 1)
+    return LoadedCallable(call, batch_size, timeout_s, reads_tokens=True, check_row=check_row)
 
 
 def _load_function(name: str) -> Callable[..., Any]:
@@ -142,8 +145,8 @@ def _with_options(hook: Callable[..., T], arguments: Mapping[str, Any]) -> Calla
     return partial(hook, **{option: arguments[option] for option in _option_parameters(hook)})
 
 
-def _batch_size(function: Callable[..., Any]) -> int:
-    default = _ASYNC_BATCH_SIZE if inspect.iscoroutinefunction(function) else 1
+def _batch_size(function: Callable[..., Any], default: int = 1) -> int:
+    default = _ASYNC_BATCH_SIZE if inspect.iscoroutinefunction(function) else default
     return getattr(function, "batch_size", default)
 
 

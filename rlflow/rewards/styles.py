@@ -52,6 +52,8 @@ class Style:
     """Calls a function about responses, and returns a value for each."""
     passes_columns: bool = False
     """Columns of the data set are arguments, too."""
+    takes_lists: bool = True
+    """A call is about several responses."""
     reads_rendered_prompts: bool = False
     """Rows need the text of the prompt as the model has read it."""
 
@@ -95,7 +97,8 @@ def check_style(name: str, function: Callable[..., Any], style: Style, options: 
     if unknown:
         fact = f"'{name}' needs '{unknown[0]}', which it does not receive here"
         raise RecipeError("function", fact, fix=f"give it a default, or options: {{{unknown[0]}: VALUE}}")
-    return [_SOURCES.get(parameter, (parameter,)) for parameter in required if parameter in (*columns, *_SOURCES)]
+    passed = [_SOURCES[parameter] for parameter in required if parameter in style.passed and parameter in _SOURCES]
+    return [*passed, *((column,) for column in columns)]
 
 
 def missing_column(columns: Sequence[Sources], row: Row) -> Failure | None:
@@ -247,6 +250,7 @@ STYLES: Mapping[str, Style] = {
         mark=frozenset({"solution_str"}),
         passed=frozenset({"data_source", "solution_str", "ground_truth", "extra_info"}),
         call=_call_verl,
+        takes_lists=False,
     ),
     "verl_batch": Style(
         library="verl's reward manager 'batch'",

@@ -133,7 +133,15 @@ def own_dictionary(texts, rows):  # type: ignore[no-untyped-def]
     return [{"score": len(text), "words": 1, "is_number": text.isdigit(), "text": text} for text in texts]
 
 
-# Functions that are refused.
+# Functions that are refused, or that fail.
+def trl_one_value(completions, **kwargs):  # type: ignore[no-untyped-def]
+    return [1.0]
+
+
+def trl_other_column(completions, ground_truths, **kwargs):  # type: ignore[no-untyped-def]
+    return [float(text == right) for text, right in zip(completions, ground_truths, strict=True)]
+
+
 def wrong_names(answers, questions):  # type: ignore[no-untyped-def]
     return [1.0 for _ in answers]
 

@@ -191,6 +191,12 @@ def test_parts_of_a_batch_may_have_different_numbers() -> None:
     assert metrics_of("r", both)["r/all/words"] == 1
 
 
+def test_one_value_for_several_responses_is_a_failure() -> None:
+    """A tensor of rewards would repeat it without a word (trl issue 6533)."""
+    with pytest.raises(RecipeError, match="returned 1 values for 2 responses"):
+        run(part=term(functions.trl_one_value, style="trl"))
+
+
 def test_a_function_for_another_library_runs_in_a_pool() -> None:
     rewards = run(brief=term(functions.trl_brief, style="trl"), tokens=term(functions.own_tokens))
     assert rewards.parts["brief"].tolist() == [-1, -2]

@@ -49,12 +49,19 @@ def refused(plan: Plan, rows: Sequence[Mapping[str, Any]], held_out: Any = None)
         (RewardTerm(function="code"), {"tests": "not JSON"}, "'code' cannot use 'tests' of the row (JSONDecodeError"),
         (RewardTerm(function="judge", options=JUDGE), {"answer": "2"}, "'judge' found no 'question' in the row (None)"),
         (RewardTerm(function=f"{FUNCTIONS}:trl_by_task", style="trl"), RIGHT, "found no 'task' in the row"),
+        (RewardTerm(function=f"{FUNCTIONS}:trl_other_column", style="trl"), RIGHT, "found no 'ground_truths' in the"),
         (RewardTerm(function=f"{FUNCTIONS}:verl_score", style="verl"), {}, "found no 'ground_truth' in the row"),
         (RewardTerm(function=f"{FUNCTIONS}:openrlhf_tensor", style="openrlhf"), {}, "found no 'label' in the row"),
     ],
 )
 def test_the_row_is_named(term: RewardTerm, row: Mapping[str, Any], fact: str) -> None:
-    usable = {**RIGHT, "question": "?", "task": "math", "tests": '[{"input": "1", "output": "1"}]'}
+    usable = {
+        **RIGHT,
+        "question": "?",
+        "task": "math",
+        "ground_truths": "2",
+        "tests": '[{"input": "1", "output": "1"}]',
+    }
     message = refused(plan_of(part=term), [usable, usable, row])
     assert message.startswith("graph.rewards.functions.part: ")
     assert fact in message
