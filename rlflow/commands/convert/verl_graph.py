@@ -1,5 +1,6 @@
 """The graph of a recipe for a script of verl."""
 
+from pathlib import Path
 from typing import Any
 
 from rlflow.commands.convert.verl_arguments import ACTOR, AGGREGATIONS, KL_ESTIMATORS, ROLLOUT, Arguments
@@ -52,12 +53,14 @@ def _note_reward(arguments: Arguments) -> None:
     path, name = (
         get(f"reward.custom_reward_function.{key}") or get(f"custom_reward_function.{key}") for key in ("path", "name")
     )
-    source = (
-        f"verl calls {path}:{name or 'compute_score'}" if path else "verl chooses the reward by a row's data_source"
-    )
-    arguments.note(
-        "graph.rewards.function", f"{source}; rlflow compares numbers. See docs/rewards.md for functions of your own"
-    )
+    if not path:
+        fact = "verl chooses the reward by a row's data_source; rlflow compares numbers"
+    else:
+        name = name or "compute_score"
+        term = f'{{{name}: {{function: "{Path(path).stem}:{name}", style: verl}}}}'
+        fact = f"verl calls {path}:{name}; rlflow compares numbers. With that file's folder on PYTHONPATH, write "
+        fact += f"functions: {term} in its place"
+    arguments.note("graph.rewards.function", fact)
 
 
 def _minibatches(arguments: Arguments, of: str) -> int:

@@ -142,6 +142,9 @@ def test_ppo_has_a_critic_and_its_penalty_in_the_reward() -> None:
 def test_a_remark_names_the_reward_function_of_the_script(prefix: str) -> None:
     remarks = convert(f"{TRAINS} {prefix}custom_reward_function.path=mine.py").remarks
     assert remarks["graph.rewards.function"].startswith("verl calls mine.py:compute_score")
+    assert (
+        'functions: {compute_score: {function: "mine:compute_score", style: verl}}' in remarks["graph.rewards.function"]
+    )
 
 
 def test_every_argument_has_a_place_or_a_remark() -> None:
