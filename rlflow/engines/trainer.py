@@ -71,7 +71,7 @@ class TrainingEngine(TunableEngine, ProfiledEngine, ABC):
         self._tokenizer = load_tokenizer(spec.model_name, spec.model)
         if spec.layout.gradient_checkpointing:
             model.gradient_checkpointing_enable()
-        if pays_to_compile(spec, model.config.get_text_config().hidden_size):
+        if pays_to_compile(spec, model):
             compile_layers(model)
         self._sharding = create_sharding(spec, model)
 

@@ -7,6 +7,7 @@ import os
 import shutil
 from functools import cache
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import Module
@@ -14,6 +15,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlflow.engines.base import EngineSpec
 from rlflow.engines.causal_lm.attention import has_varlen_kernel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # A smaller model makes a step in less time than compiling takes.
 _MIN_HIDDEN_SIZE = 512
@@ -30,16 +34,19 @@ def can_compile(device_type: str) -> bool:
     return device_type == "cuda" and find_spec("triton") is not None and has_compiler and not is_disabled
 
 
-def pays_to_compile(spec: EngineSpec, hidden_size: int) -> bool:
+def pays_to_compile(spec: EngineSpec, model: "PreTrainedModel") -> bool:
     """Return whether compiled layers make a role's passes faster.
 
     Without a kernel for segments of different lengths, the shapes of attention would be those of padded blocks, new for
-    every pass. Under ZeRO 3 weights are gathered by hooks inside a layer.
+    every pass. Under ZeRO 3 weights are gathered by hooks inside a layer. How many tokens an expert gets is known only
+    when a layer runs.
     """
-    device = torch.device(spec.device)
+    device, hidden_size = torch.device(spec.device), model.config.get_text_config().hidden_size
     has_kernel = has_varlen_kernel(getattr(torch, spec.model.dtype), device)
-    is_gathered = spec.layout.zero_stage == 3
-    return has_kernel and can_compile(device.type) and not is_gathered and hidden_size >= _MIN_HIDDEN_SIZE
+    is_small, is_gathered = hidden_size < _MIN_HIDDEN_SIZE, spec.layout.zero_stage == 3
+    # The weights of all experts of a layer are one tensor.
+    has_experts = any(weight.dim() == 3 for weight in model.parameters())
+    return has_kernel and can_compile(device.type) and not (is_small or is_gathered or has_experts)
 
 
 def compile_layers(model: Module, backend: str = "inductor") -> None:

@@ -3,8 +3,11 @@
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlflow.engines.causal_lm import compilation
 from rlflow.engines.causal_lm.compilation import can_compile, pays_to_compile
@@ -43,11 +46,25 @@ def test_it_needs_a_gpu_and_a_compiler(
     assert can_compile(device) == can
 
 
+def qwen(kind: str, hidden_size: int) -> Any:
+    """Return a model without data."""
+    sizes = {"hidden_size": hidden_size, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 16}
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
+
+
 @pytest.mark.parametrize(
-    ("zero_stage", "hidden_size", "pays"), [(None, 896, True), (2, 896, True), (3, 896, False), (None, 64, False)]
+    ("kind", "hidden_size", "zero_stage", "pays"),
+    [
+        ("qwen2", 896, None, True),
+        ("qwen2", 896, 2, True),
+        ("qwen2", 896, 3, False),
+        ("qwen2", 64, None, False),
+        ("qwen3_moe", 896, None, False),
+    ],
 )
-def test_small_models_and_gathered_weights_are_not_compiled(
-    zero_stage: int | None, hidden_size: int, pays: bool
+def test_small_models_gathered_weights_and_experts_are_not_compiled(
+    kind: str, hidden_size: int, zero_stage: int | None, pays: bool
 ) -> None:
     given = replace(spec(), device="cuda", layout=Layout(micro_batch_tokens=64, zero_stage=zero_stage))
-    assert pays_to_compile(given, hidden_size) == pays
+    assert pays_to_compile(given, qwen(kind, hidden_size)) == pays
