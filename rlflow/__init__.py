@@ -59,7 +59,7 @@ def compile(recipe: "Recipe", cluster: "Cluster | str | None" = None, config_dir
 
     from rlflow.compiler import compile_recipe
     from rlflow.recipe.compose import load_cluster
-    from rlflow.runtime.ray.cluster.detection import default_cluster, detect_cluster
+    from rlflow.runtime.ray.cluster.free_gpus import default_cluster, detect_cluster
 
     if cluster is None:
         cluster = default_cluster(lambda reason: warnings.warn(reason, stacklevel=3), config_dir)

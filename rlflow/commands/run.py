@@ -50,7 +50,7 @@ from rlflow.report.sweep_jobs import Job, SweepFolder
 from rlflow.resources.cluster import Cluster, cluster_from
 from rlflow.resources.time.calibration import Calibration
 from rlflow.runtime.protocols import Report
-from rlflow.runtime.ray.cluster.detection import default_cluster, detect_cluster
+from rlflow.runtime.ray.cluster.free_gpus import default_cluster, detect_cluster
 from rlflow.system.stop_signals import STOPPED, stop_on_signals
 
 STOPPING = "stopping after this step, with a checkpoint; Ctrl-C again stops at once"

@@ -1,10 +1,11 @@
-"""The plan as a page: one HTML file that needs nothing else, to look at and to send to others."""
+"""The plan as a page with sliders: one HTML file that needs nothing else, to look at and to send to others."""
 
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rlflow.compiler.models import training_memory
+from rlflow.compiler.other_sizes import SizePoint, size_axes, size_points
 from rlflow.compiler.plan import Plan, format_duration, write_plan
 from rlflow.errors import RecipeError
 from rlflow.nodes.base import GraphNode
@@ -14,7 +15,6 @@ from rlflow.report.graph_drawing import draw_graph
 from rlflow.report.page import build_page
 from rlflow.report.plan_facts import describe_data, describe_host_memory
 from rlflow.report.plan_text import describe_layout
-from rlflow.report.size_figures import size_figures
 from rlflow.resources.planner.confidence import MEMORY_BANDS, kind_of
 from rlflow.runtime.checkpoint import checkpoints
 from rlflow.system.folder_lock import locked
@@ -143,3 +143,36 @@ def _role_of(plan: Plan, node: str) -> str | None:
     if node in nodes:
         return nodes[node].role
     return next((sync.target for sync in plan.workload.copies if sync.node == node), None)
+
+
+# The names of the sizes for readers, by the last part of their paths.
+_SIZES = {
+    "max_tokens": "Longest response, tokens",
+    "batch_size": "Batch, rows of the data in a step",
+    "group_size": "Group, responses to a prompt",
+}
+
+
+def size_figures(plan: Plan) -> dict[str, Any]:
+    """Return the sizes that can be changed, and what the planner predicts for each combination."""
+    axes = size_axes(plan)
+    points = list(size_points(plan, axes))
+    planned = tuple(axis.values[axis.own] for axis in axes)
+    labels = [{"label": _SIZES[axis.key.rpartition(".")[2]], **asdict(axis)} for axis in axes]
+    shown = [_size_point(plan, point) for point in points]
+    return {"axes": labels, "points": shown, "own": next(point for point in shown if point["sizes"] == planned)}
+
+
+def _size_point(plan: Plan, point: SizePoint) -> dict[str, Any]:
+    """Return one combination of sizes in words, with the memory of each role in figures."""
+    if point.step_seconds is None or point.step_seconds_range is None:
+        return {"sizes": point.sizes, "summary": {"verdict": "DOES NOT FIT"}, "reason": point.reason, "peak_gib": {}}
+    change = point.step_seconds / plan.prediction.step_seconds - 1 if plan.prediction.step_seconds else 0.0
+    summary = {
+        **({"verdict": point.verdict} if point.verdict else {}),
+        "step": format_range(point.step_seconds, point.step_seconds_range),
+        "against this plan": f"{change:+.0%}",
+        f"tokens/s per {plan.unit}": f"{point.tokens_per_second_per_gpu:.0f}",
+    }
+    figures = {"step_seconds": point.step_seconds, "peak_gib": point.peak_gib or {}}
+    return {"sizes": point.sizes, "summary": summary, "reason": point.reason, **figures}

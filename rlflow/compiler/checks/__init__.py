@@ -7,6 +7,7 @@ from rlflow.compiler.checks.data import check_data, check_modules
 from rlflow.compiler.checks.evaluation import check_evaluation
 from rlflow.compiler.checks.graph import check_groups, check_options, check_outputs_read, check_sources
 from rlflow.compiler.checks.learning import check_learning
+from rlflow.compiler.checks.learning import check_run as check_run
 from rlflow.compiler.checks.models import (
     check_adapters,
     check_micro_batches,
@@ -15,7 +16,6 @@ from rlflow.compiler.checks.models import (
     check_positions,
     check_reward_models,
 )
-from rlflow.compiler.checks.options import check_run as check_run
 from rlflow.compiler.checks.responses import check_responses
 from rlflow.compiler.checks.roles import check_heads, check_roles
 from rlflow.compiler.checks.schedule import check_overlap, check_resampling

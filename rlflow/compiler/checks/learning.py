@@ -1,9 +1,9 @@
-"""Rules by which a recipe learns: options that are valid one by one, and together leave nothing to learn."""
+"""Rules by which a recipe learns and a run records: options that are valid alone, and together are of no use."""
 
 from rlflow.compiler.graph import Graph
 from rlflow.errors import GraphError, RecipeError
 from rlflow.nodes.base import GraphNode, NodeView
-from rlflow.recipe import Recipe
+from rlflow.recipe import Recipe, RunOptions
 
 
 def check_learning(recipe: Recipe, graph: Graph) -> None:
@@ -39,3 +39,17 @@ def _check_reference(recipe: Recipe, graph: Graph, reference: GraphNode) -> None
         fact = f"the role '{role}' is trained, so it cannot be its own reference"
         fix = "a role of its own with the same model; with adapters, node: base_logprobs"
         raise GraphError(f"graph.{reference.name}.role", fact, fix=fix)
+
+
+def check_run(recipe: Recipe, options: RunOptions) -> None:
+    """Check the options of a run against its recipe. Raises RecipeError."""
+    traced = () if isinstance(options.trace, bool) else options.trace
+    for option, recorded in (("trace", traced), ("profile", options.profile)):
+        if strays := [step for step in recorded if not 1 <= step <= recipe.steps]:
+            fact = f"step {strays[0]} comes after the last step of the run, {recipe.steps}"
+            if strays[0] < 1:
+                fact = f"step {strays[0]} comes before the first step of a run, 1"
+            raise RecipeError(option, fact, fix=f"steps from 1 to {recipe.steps}")
+    if options.tune and recipe.overlap.max_staleness:
+        fact = "compares the times of steps, which overlap.max_staleness lets overlap"
+        raise RecipeError("tune", fact, fix="tune=false, or overlap.max_staleness=0")

@@ -3,13 +3,15 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from rlflow.batch import Batch, Prompts, Rollouts
+from rlflow.batch import Batch, Conversations, Prompts, Rollouts
+from rlflow.batch.files import read_rollouts, write_rollouts
 from rlflow.compiler.graph import Graph
 from rlflow.data.source import DataSource
 from rlflow.engines.group_progress import GroupProgress
@@ -18,7 +20,6 @@ from rlflow.nodes.base import GraphNode
 from rlflow.nodes.generate import Generate
 from rlflow.runtime.generation.dispatcher import LaterSteps
 from rlflow.runtime.generation.resampling import RunGraph
-from rlflow.runtime.generation.saved_rollouts import load_rollouts, save_rollouts
 from rlflow.runtime.objects.store_usage import edge
 from rlflow.runtime.protocols import Engines
 
@@ -169,3 +170,37 @@ def _take_share(output: Batch, start: float, end: float) -> Batch:
 
 def _file(folder: Path, step: int, node: GraphNode) -> Path:
     return folder / f"{step}-{node.name}.npz"
+
+
+def save_rollouts(file: Path, rollouts: Rollouts, prompts: Prompts) -> None:
+    """Write rollouts of these prompts to ``file``, which ends in ``.npz``.
+
+    Unfinished conversations with an environment that JSON cannot hold are left out, and begin again in a resumed run:
+    their environment is a pickle, and a checkpoint may come from anyone.
+    """
+    rollouts, rows = _without_pickles(rollouts), _rows_of(prompts)
+    write_rollouts(file, rollouts, [rows[key] for key in _prompt_keys(rollouts.keys)])
+
+
+def load_rollouts(file: Path, prompts: Prompts) -> Rollouts:
+    """Return the rollouts that ``save_rollouts`` wrote for the same prompts."""
+    found, rows = read_rollouts(file), _rows_of(prompts)
+    own = (rows[key] | dict(added) for key, added in zip(_prompt_keys(found.keys), found.rows, strict=True))
+    return _without_pickles(replace(found, rows=tuple(own)))
+
+
+def _without_pickles(rollouts: Rollouts) -> Rollouts:
+    """Return the rollouts without unfinished conversations whose environment is a pickle."""
+    if not isinstance(rollouts, Conversations):
+        return rollouts
+    rests = (rollouts.unfinished[row].tobytes() for row in range(len(rollouts)))
+    return rollouts.take(np.flatnonzero([not rest or rest.startswith(b"{") for rest in rests]))
+
+
+def _rows_of(prompts: Prompts) -> dict[tuple[int, int], dict[str, Any]]:
+    """Return the row of each prompt, by step and prompt."""
+    return {key: dict(row) for key, row in zip(_prompt_keys(prompts.keys), prompts.rows, strict=True)}
+
+
+def _prompt_keys(keys: NDArray[np.int64]) -> list[tuple[int, int]]:
+    return [(int(step), int(prompt)) for step, prompt, _ in keys]

@@ -19,7 +19,7 @@ from rlflow.engines.serving.sessions import pack_rows
 from rlflow.engines.transformers import TransformersEngine
 from tests.conftest import CONFIG_DIR
 from tests.helpers import WritingEngine, load, prompts, spec
-from tests.unit.runtime.generation.test_saved_rollouts import assert_same, conversations
+from tests.unit.runtime.generation.test_ahead_nodes_saved import assert_same, conversations
 
 SAMPLING = Sampling(max_tokens=4, group_size=2)
 GIVEN = prompts((3, 5, 2), step=7)

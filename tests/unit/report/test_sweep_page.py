@@ -12,7 +12,7 @@ from rlflow.compiler.plan import Plan
 from rlflow.recipe.compose import load_cluster
 from rlflow.report.plan_page import write_dry_run
 from rlflow.report.ranking import SweepOutcome
-from rlflow.report.sweep_page import sweep_figures, write_sweep_page
+from rlflow.report.sweep import sweep_figures, write_sweep_page
 from rlflow.resources.cluster import Cluster
 from tests.browser import WIDTHS, Scheme, assert_accessible, assert_fits_paper, assert_prints, needs_browser, open_page
 from tests.helpers import load

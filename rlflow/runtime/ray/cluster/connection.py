@@ -7,7 +7,9 @@ has. Anyone who can reach a Ray may run programs as its user, and by default Ray
 import logging
 import os
 import secrets
+import signal
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -19,7 +21,6 @@ from rlflow.resources.cluster import Cluster
 from rlflow.runtime.objects.ray_api import import_ray
 from rlflow.runtime.ray.cluster.hosts import SIMULATED_LABEL, is_reachable, live_hosts
 from rlflow.runtime.ray.cluster.services import alive_hosts
-from rlflow.runtime.ray.cluster.signals import keeping_signal_handler
 from rlflow.system.compat.ray import (
     loopback_address,
     own_process_groups,
@@ -247,3 +248,25 @@ def _set_variables(values: Mapping[str, str | None]) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+
+
+@contextmanager
+def keeping_signal_handler() -> Iterator[Callable[[], None]]:
+    """Keep this process's handler of SIGTERM, which Ray replaces when it starts.
+
+    The function that it yields restores the process's own handler at once, since a run has one for stopping with a
+    checkpoint. Without an own handler Ray's stays until the exit, and ends Ray with the process.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: None
+        return
+    before = signal.getsignal(signal.SIGTERM)
+
+    def restore_handler() -> None:
+        if before not in (signal.SIG_DFL, signal.SIG_IGN):
+            signal.signal(signal.SIGTERM, before)
+
+    try:
+        yield restore_handler
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,10 +1,13 @@
-"""The free GPUs that ``cluster=auto`` plans for."""
+"""The free GPUs that ``cluster=auto`` plans for, and the cluster of a recipe for which none is named."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 
-from rlflow.errors import PlacementError, first_line
+from rlflow.errors import PlacementError, RecipeError, first_line
+from rlflow.recipe.compose import cluster_of_hosts, load_cluster
+from rlflow.resources.cluster import Cluster
 from rlflow.runtime.objects.ray_api import import_ray
 from rlflow.runtime.ray.cluster.binding import LiveHost, sort_key
 from rlflow.runtime.ray.cluster.connection import joined, ray_errors, running_ray
@@ -74,3 +77,25 @@ def _gpu_names(hosts: Sequence[LiveHost]) -> dict[str, list[str]]:
     except Exception as error:  # from Ray, or from the hosts' own installation
         fact = f"the hosts do not report their GPUs ({first_line(error)})"
         raise PlacementError("cluster", fact, fix="check that all hosts have the same Python and rlflow") from None
+
+
+def detect_cluster(config_dir: Path | None = None) -> Cluster:
+    """Return the free GPUs of the Ray cluster that runs here; without one those of this machine, or its CPU.
+
+    Raises PlacementError for a Ray cluster without a free GPU, and RecipeError for an unknown kind of GPU.
+    """
+    return cluster_of_hosts(free_gpus(), config_dir)
+
+
+def default_cluster(warn: Callable[[str], object], config_dir: Path | None = None) -> Cluster:
+    """Return ``detect_cluster()`` if this machine has GPUs, and its CPU otherwise.
+
+    ``warn`` receives the reason when this machine has GPUs that cannot be used. This imports neither torch nor Ray.
+    """
+    if not gpus_of_this_machine():
+        return load_cluster("local", config_dir)
+    try:
+        return detect_cluster(config_dir)
+    except RecipeError as error:
+        warn(f"planning for the CPU, because the GPUs of this machine cannot be used. {error}")
+        return load_cluster("local", config_dir)

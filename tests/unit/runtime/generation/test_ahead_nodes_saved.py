@@ -15,8 +15,8 @@ from rlflow.environments.transcript import Transcript, build_conversations, resu
 from rlflow.environments.turn import EnvironmentSpec
 from rlflow.errors import StorageError
 from rlflow.rewards.base import Failure
-from rlflow.runtime.generation import saved_rollouts
-from rlflow.runtime.generation.saved_rollouts import load_rollouts, save_rollouts
+from rlflow.runtime.generation import ahead_nodes
+from rlflow.runtime.generation.ahead_nodes import load_rollouts, save_rollouts
 from tests.helpers import prompts, rollouts, sequences
 
 GIVEN = prompts((3, 3), step=4)
@@ -81,7 +81,7 @@ def test_conversations_with_a_pickle_begin_again(tmp_path: Path) -> None:
 
 
 def test_a_pickle_in_a_file_from_someone_else_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saved_rollouts, "_without_pickles", lambda given: given)
+    monkeypatch.setattr(ahead_nodes, "_without_pickles", lambda given: given)
     save_rollouts(tmp_path / "a.npz", conversations(1, pickle.dumps({1, 2})), GIVEN)
     monkeypatch.undo()
     read = load_rollouts(tmp_path / "a.npz", GIVEN)

@@ -10,8 +10,8 @@ from rlflow.nodes.base import Node
 from rlflow.nodes.kl import adapted_coefficient
 from rlflow.nodes.policy_update import PolicyUpdate
 from rlflow.nodes.reward_shaping import KlPenalty
+from rlflow.runtime.graph_runner import NodeState
 from rlflow.runtime.local import LocalRuntime
-from rlflow.runtime.node_state import NodeState
 from rlflow.runtime.run import run
 from tests.conftest import CONFIG_DIR
 from tests.helpers import load, rollouts, sequences

@@ -10,7 +10,7 @@ import pytest
 
 import rlflow
 from rlflow.errors import RecipeError
-from rlflow.runtime.ray.cluster.detection import default_cluster, detect_cluster
+from rlflow.runtime.ray.cluster.free_gpus import default_cluster, detect_cluster
 from tests.helpers import load
 
 
