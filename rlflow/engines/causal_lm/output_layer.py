@@ -84,7 +84,8 @@ class _TokenScores(torch.autograd.Function):
         entropy: Entropy,
     ) -> Tensor:
         tiles = _Tiles(hidden, weight, bias, targets)
-        states = torch.tensor([_LOWEST, 0.0, 0.0], device=hidden.device).repeat(len(hidden), 1)
+        states = torch.zeros(len(hidden), 3, device=hidden.device)
+        states[:, 0] = _LOWEST
         add = _fused(_add_logits, hidden.device.type)
         for part in tiles.vocabulary_parts():
             for rows, logits in tiles.of_part(part):
