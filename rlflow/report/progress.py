@@ -46,7 +46,7 @@ class ProgressDisplay(Observer):
         self._bar: _LiveMetrics | None = None
 
     def warned(self, warning: str) -> None:
-        self._console.print(f"warning: {warning}", soft_wrap=True, markup=False)
+        self._console.print(f"warning: {warning}", soft_wrap=not self._console.is_terminal, markup=False)
 
     def started(self, plan: Plan, directory: Path, step: int) -> None:
         self._plan, self._directory = plan, directory
