@@ -171,8 +171,7 @@ class GraphRunner:
         for later in graph.nodes[graph.nodes.index(node) + 1 :]:
             role, is_ready = later.role, edges.keys() >= set(later.inputs.values())
             can_start = role is not None and is_ready and later.name not in started
-            roles = [str(earlier.role) for earlier in before if earlier.role is not None]
-            apart = (self.engines.are_apart(of, str(role)) for of in roles)
+            apart = (self.engines.are_apart(str(role), earlier.role) for earlier in before)
             if can_start and not graph.streaming_consumers(later) and all(apart):
                 yield later
             before.append(later)

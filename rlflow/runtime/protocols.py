@@ -114,8 +114,11 @@ class Engines(dict[str, Any]):
         By default the trained role sends what it has now, which it cannot while it trains.
         """
 
-    def are_apart(self, role: str, other: str) -> bool:
-        """Return whether two roles can work at the same time, on different GPUs."""
+    def are_apart(self, role: str, other: str | None) -> bool:
+        """Return whether two roles can work at the same time, on different GPUs.
+
+        None stands for nodes without a role: an engine in this process would compete with them for its cores.
+        """
         return False
 
     def find_lost(self) -> Lost:

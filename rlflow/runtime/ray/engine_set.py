@@ -213,8 +213,8 @@ class RayEngines(Engines):
     def on_lost_weights(self, role: str, resync: Callable[[], None]) -> None:
         self[role].resync = resync
 
-    def are_apart(self, role: str, other: str) -> bool:
-        return set(self._plan.roles[role].bundles).isdisjoint(self._plan.roles[other].bundles)
+    def are_apart(self, role: str, other: str | None) -> bool:
+        return other is None or set(self._plan.roles[role].bundles).isdisjoint(self._plan.roles[other].bundles)
 
     def mark_idle(self, role: str) -> None:
         if role in self._replaced:

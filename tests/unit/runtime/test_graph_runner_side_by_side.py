@@ -41,7 +41,7 @@ class Apart(Engines):
         self.sharing = sharing
         self.idle: list[str] = []
 
-    def are_apart(self, role: str, other: str) -> bool:
+    def are_apart(self, role: str, other: str | None) -> bool:
         return role != other and frozenset({role, other}) not in self.sharing
 
     def mark_idle(self, role: str) -> None:
