@@ -23,7 +23,7 @@ from benchmarks.gpu_update.cases import DATA, MODELS, TINY_DATA, Rows, flops, ro
 
 MARK = "RESULT "
 WARMUPS, REPEATS, MIN_REPEATS = 2, 5, 3
-# Where repeats take longer than this, there are fewer.
+# The time of all repeats after which there are no more.
 _REPEATS_S = 6.0
 _LONGEST_KERNELS, _NAME_LENGTH = 20, 70
 _SYNC_WARNING = "called a synchronizing CUDA operation"

@@ -214,7 +214,7 @@ def _continuation_noted(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def _profiled(session: Session, step: int) -> Iterator[None]:
-    """Write traces of torch's operations in ``step`` if it is to be profiled, for engines that support it."""
+    """Write traces of torch's operations in ``step`` if it is profiled, for engines that support it."""
     roles = session.plan.recipe.roles if step in session.options.profile else {}
     engines = [
         session.engines[role] for role in roles if hasattr(engine_kind(roles[role].engine).engine, "start_profile")

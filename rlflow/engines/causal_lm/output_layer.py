@@ -109,7 +109,7 @@ class _TokenScores(torch.autograd.Function):
         for part in tiles.vocabulary_parts():
             # Sums over several tiles are float32.
             part_gradient: Tensor | None = None
-            part_bias_gradient = torch.zeros(len(part.weight), device=hidden.device)
+            part_bias_gradient: Tensor | float = 0.0
             for rows, logits in tiles.of_part(part):
                 logit_gradient = differentiate(
                     logits,
@@ -125,7 +125,7 @@ class _TokenScores(torch.autograd.Function):
                     product = logit_gradient.T @ hidden[rows]
                     part_gradient = product if part_gradient is None else part_gradient.float().add_(product)
                 if bias_gradient is not None:
-                    part_bias_gradient += logit_gradient.sum(0, dtype=torch.float32)
+                    part_bias_gradient = part_bias_gradient + logit_gradient.sum(0, dtype=torch.float32)
             if weight_gradient is not None:
                 weight_gradient[part.ids] = 0.0 if part_gradient is None else part_gradient
             if bias_gradient is not None:
