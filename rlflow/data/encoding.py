@@ -3,6 +3,7 @@
 Shapes: P prompts.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -174,6 +175,11 @@ def _encode_prompts(data: Data, tokenizer: "PreTrainedTokenizerBase", rows: Rows
     if data.system_prompt is not None and not tokenizer.chat_template:
         fact = "needs a chat template, and the tokenizer has none"
         raise RecipeError("data.system_prompt", fact, fix="data.system_prompt=null, and instructions in the prompts")
+    for option in data.template_options:
+        # A template ignores arguments that it does not know, so that a wrong name would change nothing.
+        if not re.search(rf"\b{re.escape(option)}\b", str(tokenizer.chat_template or "")):
+            fact = "the tokenizer's chat template does not read it"
+            raise RecipeError(f"data.template_options.{option}", fact, fix="remove it, or correct its name")
     if tokenizer.chat_template:
         for row, prompt in enumerate(column):
             if not isinstance(prompt, str | int | float) and not is_conversation(prompt):
@@ -219,7 +225,8 @@ def _encode_responses(data: Data, tokenizer: "PreTrainedTokenizerBase", rows: Ro
 def _format_chat(data: Data, tokenizer: "PreTrainedTokenizerBase", prompt: Any) -> str:
     conversation = prompt if is_conversation(prompt) else [{"role": "user", "content": str(prompt)}]
     messages = with_instructions(conversation, data.system_prompt)
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    options = {**data.template_options, "tokenize": False, "add_generation_prompt": True}
+    return str(tokenizer.apply_chat_template(messages, **options))
 
 
 def _fix_for_texts(data: Data) -> str:

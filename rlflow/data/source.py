@@ -23,7 +23,7 @@ from rlflow.errors import RecipeError, first_line
 from rlflow.plugins import load_object
 from rlflow.recipe import Data
 from rlflow.recipe.evaluation import Evaluation
-from rlflow.rewards.styles import RENDERED_PROMPT
+from rlflow.rewards.styles import RENDERED_PROMPT, SPECIAL_TOKENS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -135,7 +135,12 @@ class DataSource:
             return prompts
         assert self.tokenizer is not None
         texts = [self.tokenizer.decode(prompts.ids[row].tolist()) for row in range(len(prompts))]
-        rows = tuple({**row, RENDERED_PROMPT: text} for row, text in zip(prompts.rows, texts, strict=True))
+        tokens = self.tokenizer.added_tokens_decoder.items()
+        special_tokens = {token_id: token.content for token_id, token in tokens if token.special}
+        rows = tuple(
+            {**row, RENDERED_PROMPT: text, SPECIAL_TOKENS: special_tokens}
+            for row, text in zip(prompts.rows, texts, strict=True)
+        )
         return replace(prompts, rows=rows)
 
     def _rows_at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -128,8 +128,11 @@ def _checked(value: Any, *, has_surrogates: bool) -> Row:
     """Return a value that is a row. Raises ValueError for another value, and for half of a surrogate pair."""
     if not isinstance(value, dict):
         raise ValueError(f"expected an object, got {_type_name(value)}")
-    if has_surrogates:
-        json.dumps(value, ensure_ascii=False).encode()  # raises for half of a pair
+    for column, entry in value.items() if has_surrogates else ():
+        try:
+            json.dumps([column, entry], ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"the column {column!r} has half of a surrogate pair") from None
     return value
 
 

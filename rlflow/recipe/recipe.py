@@ -6,7 +6,7 @@ The docstring below a field is its meaning in docs/reference.md.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
@@ -90,6 +90,10 @@ class Role(Resources):
 class Data(Section):
     """The data set that prompts come from."""
 
+    hints_for_other_names: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("chat_template_kwargs", "apply_chat_template_kwargs"), "template_options"
+    )
+
     source: Text
     """A JSON, JSONL, CSV or Parquet file, a folder of them, a data set on the hub, or ``package.module:function``."""
     name: str | None = None
@@ -105,6 +109,8 @@ class Data(Section):
     and the names that the reward reads. A dot reaches into a column: ``reward_model.ground_truth``."""
     system_prompt: str | None = None
     """The system message of every prompt that has none of its own. The tokenizer needs a chat template."""
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the tokenizer's chat template, such as ``enable_thinking: false``."""
     batch_size: Count = field(metadata=MAY_CHANGE)
     """Prompts, examples or pairs in each step."""
     max_prompt_tokens: Count

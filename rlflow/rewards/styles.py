@@ -9,7 +9,7 @@ import atexit
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal
 
 import numpy as np
@@ -19,6 +19,8 @@ from rlflow.rewards.base import Failure, Row
 
 RENDERED_PROMPT = "rendered_prompt"
 """The column with the text of a prompt that the model has read, for functions that read it."""
+SPECIAL_TOKENS = "special_tokens"
+"""The column with the texts of the tokenizer's special tokens by their ids, which comes with the rendered prompt."""
 
 StyleName = Literal["rlflow", "trl", "verl", "verl_batch", "openrlhf"]
 
@@ -92,8 +94,11 @@ def check_style(name: str, function: Callable[..., Any], style: Style, options: 
         and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
         and parameter.name not in options
     ]
+    if style.passes_columns and "trainer_state" not in options and _reads(function, "trainer_state"):
+        fact = f"'{name}' reads 'trainer_state', and there is no trainer of TRL here"
+        raise RecipeError("function", fact, fix="remove 'trainer_state', with what follows from it")
     columns = [parameter for parameter in required if parameter not in style.passed]
-    unknown = [column for column in columns if not style.passes_columns or column in _ONLY_TRL]
+    unknown = [column for column in columns if not style.passes_columns or column == "environments"]
     if unknown:
         fact = f"'{name}' needs '{unknown[0]}', which it does not receive here"
         raise RecipeError("function", fact, fix=f"give it a default, or options: {{{unknown[0]}: VALUE}}")
@@ -138,6 +143,13 @@ def _event_loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     atexit.register(loop.close)
     return loop
+
+
+def _reads(function: Callable[..., Any], name: str) -> bool:
+    """Return whether the function has a parameter of that name, even one with a default, or takes it out of others."""
+    target = inspect.unwrap(function.func if isinstance(function, partial) else function)
+    code = getattr(target, "__code__", None) or getattr(type(target).__call__, "__code__", None)
+    return name in inspect.signature(function).parameters or name in getattr(code, "co_consts", ())
 
 
 def _takes_all(function: Callable[..., Any]) -> bool:
@@ -210,7 +222,10 @@ def _ground_truth(row: Row) -> Any:
 def _call_openrlhf(function: Callable[..., Any], texts: Sequence[str], responses: JudgedResponses) -> Sequence[Any]:
     """Pass lists of prompts, of prompts with their responses, and of labels."""
     prompts = [response.row[RENDERED_PROMPT] for response in responses]
-    queries = [prompt + text for prompt, text in zip(prompts, texts, strict=True)]
+    queries = [
+        prompt + text + _last_special_token(response)
+        for prompt, text, response in zip(prompts, texts, responses, strict=True)
+    ]
     labels = [response.row.get("label", response.row.get("answer")) for response in responses]
     [result] = await_all([function(queries=queries, prompts=prompts, labels=labels)])
     if not isinstance(result, Mapping):
@@ -220,6 +235,12 @@ def _call_openrlhf(function: Callable[..., Any], texts: Sequence[str], responses
     return [
         {"score": reward, **{name: log[place] for name, log in logs.items()}} for place, reward in enumerate(rewards)
     ]
+
+
+def _last_special_token(response: JudgedResponse) -> str:
+    """Return the text of the response's end token, which OpenRLHF decodes too; empty for a response that was cut."""
+    text: str = response.row[SPECIAL_TOKENS].get(response.token_ids[-1], "")
+    return text
 
 
 def _numbers(values: Any) -> Any:
@@ -233,9 +254,8 @@ _SOURCES: Mapping[str, Sources] = {
     "ground_truths": ("ground_truth", "reward_model.ground_truth", "answer"),
     "labels": ("label", "answer"),
 }
-# Columns that TRL does not pass, and arguments that only TRL has.
+# Columns that TRL does not pass.
 _NOT_COLUMNS = frozenset({"prompt", "completion", "completion_ids"})
-_ONLY_TRL = frozenset({"trainer_state", "environments"})
 
 STYLES: Mapping[str, Style] = {
     "trl": Style(

@@ -64,7 +64,9 @@ def test_rewards_do_not_read_the_answer_in_the_prompt(tmp_path: Path) -> None:
 
 def test_rewards_may_read_the_prompt_as_the_model_does(tmp_path: Path) -> None:
     source = replace(opened(tmp_path, [{"prompt": [USER]}], edge="prompts"), renders_prompts=True)
-    assert source.prompts(0).rows == ({"prompt": [USER], "rendered_prompt": "41+1+="},)
+    [row] = source.prompts(0).rows
+    end = {TOKENIZER.eos_token_id: TOKENIZER.eos_token}
+    assert row == {"prompt": [USER], "rendered_prompt": "41+1+=", "special_tokens": end}
 
 
 @pytest.mark.parametrize(
@@ -74,6 +76,17 @@ def test_rewards_may_read_the_prompt_as_the_model_does(tmp_path: Path) -> None:
 def test_a_system_prompt_is_before_every_prompt_without_its_own(tmp_path: Path, prompt: Any, text: str) -> None:
     source = opened(tmp_path, [{"prompt": prompt}], edge="prompts", system_prompt="5")
     assert TOKENIZER.decode(source.prompts(0).ids[0]) == text
+
+
+def test_arguments_of_the_chat_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TOKENIZER, "chat_template", "{{ '7' if thinks | default(true) }}{{ messages[0].content }}=")
+    texts = [
+        TOKENIZER.decode(opened(tmp_path, [{"prompt": "1"}], edge="prompts", template_options=chosen).prompts(0).ids[0])
+        for chosen in ({}, {"thinks": False})
+    ]
+    assert texts == ["71=", "1="]
+    with pytest.raises(RecipeError, match=r"^data\.template_options\.think: the tokenizer's chat template does not"):
+        opened(tmp_path, [{"prompt": "1"}], edge="prompts", template_options={"think": False})
 
 
 def test_a_system_prompt_needs_a_chat_template(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Rows hold the values that a JSON or CSV file has. Expected values are written by hand, beside the file's text."""
 
 import gzip
+import math
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,15 @@ VALUES: dict[str, Any] = {
     '"\\ud83d\\ude00"': "\U0001f600",
     "[]": [],
     "{}": {},
+    "Infinity": math.inf,
+    "-Infinity": -math.inf,
+    "9007199254740993": 2**53 + 1,
+    "5e-324": 5e-324,
+    '"\\u0000"': "\0",
+    '"\ufeff"': "\ufeff",
+    '"+1"': "+1",
+    '"1_000"': "1_000",
+    '"\u00e9"': "\u00e9",
     '[1, "1", 1.5, null]': [1, "1", 1.5, None],
     '{"a": 1}': {"a": 1},
     '{"b": [{"c": "2024-01-02"}]}': {"b": [{"c": "2024-01-02"}]},
@@ -67,8 +77,13 @@ def test_rows_hold_the_values_of_the_file_whatever_the_other_rows_have(name: str
 
 def test_a_column_that_a_row_leaves_out_is_none(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_text('{"a": {"x": 1}}\n\n{"b": 2, "a": {"y": 2}}\n')
+    path.write_bytes(b'{"a": {"x": 1}}\r\n\r\n{"b": 2, "a": {"y": 2}}\r\n')
     assert rows_of(path) == [{"a": {"x": 1}, "b": None}, {"a": {"y": 2}, "b": 2}]
+
+
+def test_a_number_that_is_none_stays_itself(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"a": NaN}\n')
+    assert math.isnan(rows_of(tmp_path / "a.jsonl")[0]["a"])
 
 
 def test_objects_of_several_lines_and_a_byte_order_mark(tmp_path: Path) -> None:
@@ -77,17 +92,40 @@ def test_objects_of_several_lines_and_a_byte_order_mark(tmp_path: Path) -> None:
     assert rows_of(path) == [{"a": 1}, {"a": 2}]
 
 
-def test_the_cells_of_a_csv_file_are_texts(tmp_path: Path) -> None:
-    path = tmp_path / "a.csv"
-    path.write_text('prompt,answer\n"1, 2",007\nNA,\n\n"a\nb",2024-01-02\n' + "x" * 200_000 + ",1e5\n")
-    assert rows_of(path) == [
-        {"prompt": "1, 2", "answer": "007"},
-        {"prompt": "NA", "answer": ""},
-        {"prompt": "a\nb", "answer": "2024-01-02"},
-        {"prompt": "x" * 200_000, "answer": "1e5"},
-    ]
-    (tmp_path / "a.tsv").write_text("prompt\tanswer\n1, 2\t3\n")
-    assert rows_of(tmp_path / "a.tsv") == [{"prompt": "1, 2", "answer": "3"}]
+# A cell of a CSV file, and its text.
+CELLS = {
+    "007": "007",
+    "1e5": "1e5",
+    "3.0": "3.0",
+    "9007199254740993": "9007199254740993",
+    "2024-01-02": "2024-01-02",
+    "true": "true",
+    "NA": "NA",
+    "null": "null",
+    "nan": "nan",
+    "": "",
+    '""': "",
+    " 4 ": " 4 ",
+    '"1, 2"': "1, 2",
+    '"a\nb"': "a\nb",
+    '"a\r\nb"': "a\r\nb",
+    '"say ""hi"""': 'say "hi"',
+    "[1, 2]".replace(", ", ";"): "[1;2]",
+    "\u00e9": "\u00e9",
+    "x" * 200_000: "x" * 200_000,
+}
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.csv.gz", "folder/train.csv", "a.tsv"])
+def test_the_cells_of_a_csv_file_are_texts(name: str, tmp_path: Path) -> None:
+    separator = "\t" if name == "a.tsv" else ","
+    lines = [f"value{separator}other", *(f"{cell}{separator}1" for cell in CELLS), "", ""]
+    content = b"\xef\xbb\xbf" + "\r\n".join(lines).encode()
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    rows = rows_of(path.parent if path.parent != tmp_path else path)
+    assert rows == [{"value": text, "other": "1"} for text in CELLS.values()]
 
 
 def test_parts_of_splits(tmp_path: Path) -> None:
@@ -105,7 +143,9 @@ MISTAKES = {
         (b'{"a": 1}\n[1]\n', "line 2 of 'a.jsonl': expected an object, got a list"),
         (b'{"a": 1, "a": 2}\n', "line 1 of 'a.jsonl': the key 'a' occurs twice"),
         (b'{"a": {"b": 1, "b": 2}}\n', "line 1 of 'a.jsonl': the key 'b' occurs twice"),
-        (b'{"a": "\\ud800"}\n', "line 1 of 'a.jsonl': 'utf-8' codec can't encode character '\\ud800'"),
+        (b'{"b": 1, "a": ["\\ud800"]}\n', "line 1 of 'a.jsonl': the column 'a' has half of a surrogate pair"),
+        (b'{"a": 1,}\n', "line 1 of 'a.jsonl' is not JSON (Expecting property name"),
+        (b'{"a": 1} {"a": 2}\n', "line 1 of 'a.jsonl' is not JSON (Extra data, column 10)"),
         (b'{"a": "\xff"}\n', "line 1 of 'a.jsonl' is not UTF-8 (byte 0xff)"),
         (b'{"a": 1}\n{"a": 1e999}\n', "line 2 of 'a.jsonl': the number 1e999 is too large"),
         (b'{"a": ' + b"9" * 5000 + b"}\n", "line 1 of 'a.jsonl': Exceeds the limit (4300 digits)"),

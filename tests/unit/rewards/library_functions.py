@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -69,6 +70,13 @@ class TrlObject:
 trl_object = TrlObject(2)
 
 
+def trl_threshold(completions, threshold, **kwargs):  # type: ignore[no-untyped-def]
+    return [float(len(completion)) * (len(completion) > threshold) for completion in completions]
+
+
+trl_partial = partial(trl_threshold, threshold=1)
+
+
 # verl: one response a call; the manager "batch" passes lists.
 def verl_score(data_source, solution_str, ground_truth, extra_info=None):  # type: ignore[no-untyped-def]
     return 1.0 if solution_str.strip() == ground_truth else 0.0
@@ -106,8 +114,13 @@ def openrlhf_tensor(queries, prompts, labels):  # type: ignore[no-untyped-def]
     return np.array([float(text == label) for text, label in zip(responses, labels, strict=True)])
 
 
+def openrlhf_without_end(queries, prompts, labels):  # type: ignore[no-untyped-def]
+    responses = [query[len(prompt) :] for query, prompt in zip(queries, prompts, strict=True)]
+    return [float(text.removesuffix("<|end|>") == label) for text, label in zip(responses, labels, strict=True)]
+
+
 def openrlhf_dictionary(queries, prompts, labels, **kwargs):  # type: ignore[no-untyped-def]
-    rewards = np.array([float(query.endswith(label)) for query, label in zip(queries, labels, strict=True)])
+    rewards = np.array([float(f"|>{label}<|" in query) for query, label in zip(queries, labels, strict=True)])
     return {"rewards": rewards, "scores": rewards, "extra_logs": {"accuracy": rewards, "constant": 0.5}}
 
 
@@ -152,6 +165,22 @@ def wrapped(*args, **kwargs):  # type: ignore[no-untyped-def]
 
 def trl_state(completions, trainer_state, **kwargs):  # type: ignore[no-untyped-def]
     return [float(trainer_state.global_step) for _ in completions]
+
+
+def trl_state_if_any(completions, trainer_state=None, **kwargs):  # type: ignore[no-untyped-def]
+    return [float(trainer_state.global_step if trainer_state else 0) for _ in completions]
+
+
+def trl_state_inside(completions, **kwargs):  # type: ignore[no-untyped-def]
+    state = kwargs.get("trainer_state")
+    return [float(state.global_step if state else 0) for _ in completions]
+
+
+trl_state_in_a_part = partial(trl_state_inside, scale=2)
+
+
+def trl_environments(completions, environments, **kwargs):  # type: ignore[no-untyped-def]
+    return [environment.reward for environment in environments]
 
 
 def verl_unknown(solution_str, ground_truth, tokenizer):  # type: ignore[no-untyped-def]

@@ -28,11 +28,14 @@ VERL = [
     {"data_source": "lengths", "reward_model": {"style": "rule", "ground_truth": "4"}, "extra_info": {"index": 7}},
     {"data_source": "others", "reward_model": {"style": "rule", "ground_truth": "2"}, "extra_info": {"index": 7}},
 ]
-LABELS = [{"rendered_prompt": "<|user|>2+2<|assistant|>", "label": "4"}] * 2
+# The responses of the tests have the tokens 5, 6, 7 and 5, 6: the first one has ended.
+LABELS = [
+    {"rendered_prompt": "<|user|>2+2<|assistant|>", "special_tokens": {7: "<|end|>", 1: "<|pad|>"}, "label": "4"}
+] * 2
 
 
 def term(function: Callable[..., Any] | object, **fields: Any) -> RewardTerm:
-    name = getattr(function, "__name__", "trl_object")
+    name = next(name for name, value in vars(functions).items() if value is function)
     return RewardTerm(function=f"{functions.__name__}:{name}", **fields)
 
 
@@ -60,6 +63,7 @@ def outcomes(term: RewardTerm, rows: Sequence[Mapping[str, Any]], texts: Sequenc
         (functions.trl_nan, ANSWERS, [None, None]),
         (functions.trl_system_message, WITH_SYSTEM, [1, 0]),
         (functions.trl_object, ANSWERS, [0, 1]),
+        (functions.trl_partial, ANSWERS, [0, 2]),
     ],
 )
 def test_a_function_for_trl(function: Any, rows: Any, expected: list[Any]) -> None:
@@ -94,12 +98,13 @@ def test_the_ground_truth_may_be_the_answer_of_the_row() -> None:
 @pytest.mark.parametrize(
     ("function", "expected"),
     [
-        (functions.openrlhf_tensor, [1, 0]),
+        (functions.openrlhf_tensor, [0, 0]),
+        (functions.openrlhf_without_end, [1, 0]),
         (
             functions.openrlhf_dictionary,
             [Scored(1, {"accuracy": 1, "constant": 0.5}), Scored(0, {"accuracy": 0, "constant": 0.5})],
         ),
-        (functions.openrlhf_template, [1, 2]),
+        (functions.openrlhf_template, [8, 2]),
     ],
 )
 def test_a_function_for_openrlhf(function: Any, expected: list[Any]) -> None:
@@ -142,7 +147,11 @@ def test_a_dictionary_needs_a_score() -> None:
         (functions.wrapped, {}, "takes (*args, **kwargs), expected (texts, rows)"),
         (functions.own_none, {"style": "trl"}, "takes (texts, rows), expected completion_ids or completions as in TRL"),
         (functions.verl_score, {"style": "openrlhf"}, "expected queries as in OpenRLHF"),
-        (functions.trl_state, {"style": "trl"}, "needs 'trainer_state', which it does not receive here"),
+        (functions.trl_state, {"style": "trl"}, "reads 'trainer_state', and there is no trainer of TRL here"),
+        (functions.trl_state_if_any, {"style": "trl"}, "reads 'trainer_state'"),
+        (functions.trl_state_inside, {"style": "trl"}, "reads 'trainer_state'"),
+        (functions.trl_state_in_a_part, {"style": "trl"}, "reads 'trainer_state'"),
+        (functions.trl_environments, {"style": "trl"}, "needs 'environments', which it does not receive here"),
         (functions.verl_unknown, {"style": "verl"}, "needs 'tokenizer', which it does not receive here"),
         (functions.verl_score, {"style": "verl", "options": {"bonus": 1}}, "options.bonus: '"),
     ],
