@@ -13,7 +13,7 @@ from pyarrow import parquet
 from rlflow.errors import RecipeError
 from tests.unit.data.test_text_files import rows_of
 
-UTC = datetime.timezone.utc
+UTC = datetime.UTC
 MESSAGE = pyarrow.struct([("role", pyarrow.string()), ("content", pyarrow.string())])
 # The type of a column, and the values of it, which follow a null.
 COLUMNS: dict[str, tuple[Any, Any]] = {
@@ -81,5 +81,5 @@ def test_a_column_of_another_type_is_named(name: str, kind: Any, tmp_path: Path)
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
     parquet.write_table(pyarrow.table({"a": ["1"], "b": pyarrow.array([None], kind)}), path)
-    with pytest.raises(RecipeError, match=r"data\.source: the column 'b' of '.*\.parquet' has the type (list<.*: )?map<"):
+    with pytest.raises(RecipeError, match=r"data\.source: the column 'b' of '.*\.parquet' has the type .*map<"):
         rows_of(path.parent if path.parent != tmp_path else path)
