@@ -27,10 +27,7 @@ _OTHERS = {
 
 
 def check_expansion(file: Path) -> None:
-    """Raise RecipeError for a file that grows out of proportion when it is read, and for one that cannot be counted.
-
-    A column of a Parquet file may also have a type that the library does not know.
-    """
+    """Raise RecipeError for a file that grows out of proportion when it is read, and for one that cannot be counted."""
     max_bytes = max(_ALWAYS_ALLOWED, _MOST_TIMES * file.stat().st_size)
     with file.open("rb") as opened:
         start = opened.read(8)
@@ -41,7 +38,6 @@ def check_expansion(file: Path) -> None:
     grows = False
     if start.startswith(b"PAR1"):
         grows = _parquet_exceeds(file, max_bytes)
-        _check_types(file)
     elif start.startswith(_GZIP):
         grows = _gzip_exceeds(file, max_bytes)
     if grows:
@@ -102,19 +98,6 @@ def _parquet_exceeds(file: Path, max_bytes: int) -> bool:
         return False
     except (pyarrow.ArrowException, OSError) as error:
         raise _damaged(file, error) from None
-
-
-def _check_types(file: Path) -> None:
-    import pyarrow
-    from datasets import Features
-    from pyarrow import parquet
-
-    for field in parquet.read_schema(file):
-        try:
-            Features.from_arrow_schema(pyarrow.schema([field]))
-        except ValueError:
-            fact = f"the column '{field.name}' of '{file}' has the type {field.type}, which cannot be read"
-            raise RecipeError("data.source", fact, fix="save it as text, numbers, structs or lists") from None
 
 
 def _damaged(file: Path, error: Exception) -> RecipeError:

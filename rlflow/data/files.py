@@ -2,7 +2,7 @@
 
 import glob
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +42,7 @@ def read_files_or_hub(data: Data, field: str, split: str) -> Rows:
             return _read_file(path, split)
         if local:
             check_folder(path)
+            _check_types(path.rglob("*.parquet"))
         builder = datasets.load_dataset_builder(str(path) if local else data.source, data.name)
         kind = type(builder).__module__.rpartition(".")[2]
         if kind not in _KINDS:
@@ -72,8 +73,24 @@ def _read_file(path: Path, split: str) -> Rows:
     check_expansion(path)
     if suffix_of(path.name) != ".parquet":
         return _read_splits({"train": [str(path)]}, split)
+    _check_types([path])
     # Escaped, because the library takes the path for a pattern.
     return _decode(path, datasets.load_dataset("parquet", data_files=glob.escape(str(path)), split=split))
+
+
+def _check_types(files: Iterable[Path]) -> None:
+    """Raise RecipeError for a column of a Parquet file whose type the library does not know."""
+    import datasets
+    import pyarrow
+    from pyarrow import parquet
+
+    for file in files:
+        for column in parquet.read_schema(file):
+            try:
+                datasets.Features.from_arrow_schema(pyarrow.schema([column]))
+            except ValueError:
+                fact = f"the column '{column.name}' of '{file}' has the type {column.type}, which cannot be read"
+                raise RecipeError("data.source", fact, fix="save it as text, numbers, structs or lists") from None
 
 
 def _read_splits(files: Mapping[str, Sequence[str]], split: str) -> Rows:

@@ -28,7 +28,7 @@ FILES = {
 }
 CAUSES = {
     "keys.jsonl": "the key 'prompt' occurs twice",
-    "surrogate.jsonl": "surrogates not allowed",
+    "surrogate.jsonl": "the column 'prompt' has half of a surrogate pair",
     "utf16.jsonl": "is not UTF-8",
     "magic.parquet": "Parquet",
 }

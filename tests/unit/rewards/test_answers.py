@@ -38,7 +38,20 @@ NUMBER: list[tuple[Any, str, str]] = [
 MATH: list[tuple[Any, str, str]] = [
     (["1/2", "2"], r"\boxed{2}", r"\boxed{12}"),
     (1e-05, r"\boxed{10^{-5}}", r"\boxed{10^{-4}}"),
+    (1e-05, "it is 1e-05", "it is 1e-04"),
+    (1e-05, r"\boxed{1.0e-5}", r"\boxed{1}"),
+    ("2.5e3", r"\boxed{2500}", r"\boxed{25}"),
+    ("0.05", "so 5E-2.", "so 5"),
+    ("2e", r"\boxed{e + e}", r"\boxed{2}"),
     (0.5, r"\boxed{\frac{1}{2}}", r"\boxed{5}"),
+    ("50%", "The answer is 50%.", "The answer is 5%."),
+    ("50%", r"\boxed{50\%}", r"\boxed{500\%}"),
+    (r"50\%", r"\boxed{50%}", r"\boxed{5}"),
+    ("#### 7.5%", r"so $7.5\%$", "so 75"),
+    ("50 %", "it is 0.5", "it is 0.05"),
+    ("$12.5\\%$", r"\boxed{\frac{1}{8}}", r"\boxed{\frac{1}{80}}"),
+    ("B", "B", "A"),
+    (r"\text{(C)}", r"\boxed{\text{(C)}}", r"\boxed{\text{(D)}}"),
     (3, "3", "4"),
 ]
 
