@@ -66,9 +66,9 @@ def _ahead(recipe: Recipe, graph: Graph) -> Ahead | None:
 
 
 def _text_bytes(recipe: Recipe) -> float:
-    """Return the expected bytes of a token as text: one where every model's tokens are characters."""
-    are_characters = (
-        model.characters or (model.recipe and _text_bytes(model.recipe) == 1)
+    """Return the expected bytes of a token as text: one where every model's tokens are characters or bytes."""
+    are_single = (
+        model.random_weights or (model.recipe and _text_bytes(model.recipe) == 1)
         for model in models_in_use(recipe).values()
     )
-    return 1 if all(are_characters) else _TEXT_BYTES
+    return 1 if all(are_single) else _TEXT_BYTES

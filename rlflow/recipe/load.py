@@ -11,6 +11,7 @@ from rlflow.errors import RecipeError, below, did_you_mean
 from rlflow.recipe import Model, Recipe
 from rlflow.recipe.arguments import SHORT_KEYS
 from rlflow.recipe.interpolations import to_mapping
+from rlflow.recipe.recipe import NUM_BYTE_TOKENS
 from rlflow.resources.models.architecture import check, check_new
 from rlflow.resources.models.config import check_agreement, read_architecture
 from rlflow.resources.time.lengths import past_lengths
@@ -22,7 +23,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,100}")
 _KEYS_BESIDE: Mapping[str, Collection[str]] = {
     "path": ("architecture", "architecture_of", "trust_remote_code"),
     "recipe": (),
-    "random_weights": ("architecture", "characters"),
+    "random_weights": ("architecture", "characters", "tokenizer"),
 }
 
 
@@ -129,24 +130,26 @@ def recipe_from(mapping: Mapping[str, Any]) -> Recipe:
                 fix="keep one, and set the others to null",
             )
         _check_model_keys(f"models.{name}", model, sources[0])
-        if model.random_weights and (model.architecture is None or model.characters is None):
-            raise RecipeError(
-                f"models.{name}.random_weights",
-                "also needs 'architecture' and 'characters'",
-                fix="add both, or start from a path",
-            )
         if model.architecture is not None:
             check(model.architecture, f"models.{name}.architecture")
-            if model.random_weights:
-                check_new(model.architecture, f"models.{name}.architecture")
-        num_tokens, architecture = len(set(model.characters or "")) + 1, model.architecture
-        if model.random_weights and architecture and num_tokens > architecture.vocab_size:
-            raise RecipeError(
-                f"models.{name}.architecture.vocab_size",
-                f"{architecture.vocab_size} is too small for {num_tokens - 1} characters and the end token",
-                fix=f"vocab_size {num_tokens}",
-            )
+        if model.random_weights:
+            _check_new_model(f"models.{name}", model)
     return recipe
+
+
+def _check_new_model(path: str, model: Model) -> None:
+    """Raise RecipeError for a model with random weights whose architecture or tokens are missing or do not fit."""
+    if model.architecture is None or (model.characters is None) == (model.tokenizer is None):
+        fact = "also needs 'architecture', and either 'characters' or 'tokenizer'"
+        raise RecipeError(f"{path}.random_weights", fact, fix="tokenizer: bytes suits any text; or start from a path")
+    check_new(model.architecture, f"{path}.architecture")
+    num_tokens, tokens = NUM_BYTE_TOKENS, f"the {NUM_BYTE_TOKENS} tokens of tokenizer: {model.tokenizer}"
+    if model.characters is not None:
+        num_tokens = len(set(model.characters)) + 1
+        tokens = f"{num_tokens - 1} characters and the end token"
+    if num_tokens > model.architecture.vocab_size:
+        fact = f"{model.architecture.vocab_size} is too small for {tokens}"
+        raise RecipeError(f"{path}.architecture.vocab_size", fact, fix=f"vocab_size {num_tokens}")
 
 
 def _check_model_keys(path: str, model: Model, source: str) -> None:

@@ -17,6 +17,9 @@ from rlflow.resources.models.lora import Lora
 from rlflow.resources.workload import Overlap
 from rlflow.schema import MAY_CHANGE, OPERATIONAL, Count, CountOrZero, Section, Steps, Text
 
+NUM_BYTE_TOKENS = 265
+"""The tokens of ``tokenizer: bytes``: each byte, and those of a chat template, thoughts and tools."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Model(Section):
@@ -27,9 +30,11 @@ class Model(Section):
     recipe: "Recipe | None" = None
     """A recipe, by its name, that trains this model. It runs first unless its result is in the cache."""
     random_weights: bool = False
-    """Initialize random weights of ``architecture``, with a tokenizer whose tokens are ``characters``."""
+    """Initialize random weights of ``architecture``, with ``characters`` or a new ``tokenizer``."""
     characters: Text | None = None
-    """The tokens of a model with random weights: each character is one."""
+    """The tokens of a model with random weights: each character is one, and others are refused."""
+    tokenizer: Literal["bytes"] | None = None
+    """The tokenizer of a model with random weights: each byte of any text is a token. It has a chat template."""
     architecture: Architecture | None = None
     """The sizes that planning needs. They come from conf/model or from the ``config.json`` at ``path``."""
     architecture_of: str | None = field(default=None, metadata=OPERATIONAL)

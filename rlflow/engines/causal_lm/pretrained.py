@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlflow.engines.base import EngineSpec, Head, choose_head
 from rlflow.engines.causal_lm.kernels import choose_attention
+from rlflow.engines.causal_lm.new_tokenizers import new_tokenizer
 from rlflow.errors import RecipeError, first_line
 from rlflow.recipe import Model
 
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-END_TOKEN = "<|end|>"
 # Configuration keys of models that change their logits after the output layer.
 _CHANGES_OF_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 # The classes of transformers that have each head.
@@ -40,8 +40,8 @@ _LARGEST_FILE = "5GB"
 
 def load_tokenizer(name: str, model: Model) -> "PreTrainedTokenizerBase":
     """Load the tokenizer of ``models.<name>``. Raises RecipeError."""
-    if model.characters is not None:
-        return _character_tokenizer(model.characters)
+    if model.random_weights:
+        return new_tokenizer(model)
     assert model.path is not None
     _check_folder(name, model)
     # Imported late, because it takes seconds: it imports the models of transformers, and torch.
@@ -225,18 +225,3 @@ def _loading_error(name: str, path: str, error: Exception) -> RecipeError:
         f"'{path}' cannot be loaded ({first_line(error)})",
         fix="name a folder with a model, or a model on the hub",
     )
-
-
-def _character_tokenizer(characters: str) -> "PreTrainedTokenizerBase":
-    """Build a tokenizer with one token per character and an end token, which also pads. It refuses other characters."""
-    from tokenizers import Regex, Tokenizer
-    from tokenizers.decoders import Fuse
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import Split
-    from transformers import PreTrainedTokenizerFast
-
-    vocabulary = {token: index for index, token in enumerate([END_TOKEN, *dict.fromkeys(characters)])}
-    words = Tokenizer(WordLevel(vocabulary))
-    words.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
-    words.decoder = Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token=END_TOKEN, pad_token=END_TOKEN)

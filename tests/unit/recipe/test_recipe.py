@@ -23,7 +23,16 @@ from tests.conftest import CONFIG_DIR
             "models.policy: expected exactly one source of weights, got path and random_weights",
         ),
         (["models.policy.random_weights=false"], "models.policy: expected exactly one source of weights, got none"),
-        (["models.policy.characters=null"], "models.policy.random_weights: also needs 'architecture' and 'characters'"),
+        (["models.policy.characters=null"], "models.policy.random_weights: also needs 'architecture', and either"),
+        (["models.policy.tokenizer=bytes"], "models.policy.random_weights: also needs 'architecture', and either"),
+        (
+            ["models.policy.characters=null", "models.policy.tokenizer=bytes"],
+            "models.policy.architecture.vocab_size: 13 is too small for the 265 tokens of tokenizer: bytes",
+        ),
+        (
+            ["models.policy={path: x, tokenizer: bytes, random_weights: false}"],
+            "models.policy.characters: has no effect on a model whose weights come from 'path'",
+        ),
         (["data.source='${nope}'"], "data.source: '${nope}' refers to nothing: no 'nope'"),
         (["data.source=???"], "data.source: is missing"),
         (["models.policy={recipe: nope}"], "models.policy.recipe: no recipe 'nope'"),

@@ -1,0 +1,94 @@
+"""Tokenizers of models with random weights: one token for each byte, or for each of a few characters."""
+
+from typing import TYPE_CHECKING
+
+from rlflow.recipe import Model
+from rlflow.recipe.recipe import NUM_BYTE_TOKENS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+END_TOKEN = "<|end|>"
+_PAD, _START, _END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+# As in Qwen3, these are not special tokens: they stay when a response is decoded.
+_MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+# ChatML, with tools, their calls and their results in the form of Qwen3. Thoughts stay where a model wrote them.
+_TEMPLATE = """\
+{%- set system = messages[0].content if messages and messages[0].role == 'system' else '' %}
+{%- if tools or system %}
+{{- '<|im_start|>system\\n' + system }}
+{%- if tools %}
+{{- '\\n' if system }}
+{%- for tool in tools %}{{- '<tools>' if loop.first }}\n{{ tool | tojson }}{{- '\\n</tools>' if loop.last }}{% endfor %}
+{{- '\\nCall: <tool_call>{\"name\": NAME, \"arguments\": {...}}</tool_call>' }}
+{%- endif %}
+{{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+{%- if message.role == 'tool' %}
+{{- '<|im_start|>user' if loop.first or messages[loop.index0 - 1].role != 'tool' }}
+{{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+{{- '<|im_end|>\\n' if loop.last or messages[loop.index0 + 1].role != 'tool' }}
+{%- elif not (loop.first and message.role == 'system') %}
+{{- '<|im_start|>' + message.role + '\\n' + (message.content or '') }}
+{%- for call in message.tool_calls or [] %}
+{%- set function = call.function or call %}
+{{- '<tool_call>{\"name\": \"' + function.name + '\", \"arguments\": ' }}
+{{- function.arguments if function.arguments is string else function.arguments | tojson }}
+{{- '}</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- endfor %}
+{{- '<|im_start|>assistant\\n' if add_generation_prompt }}"""
+
+
+def new_tokenizer(model: Model) -> "PreTrainedTokenizerBase":
+    """Return the tokenizer of a model with random weights."""
+    return _byte_tokenizer() if model.characters is None else _character_tokenizer(model.characters)
+
+
+def _byte_tokenizer() -> "PreTrainedTokenizerBase":
+    """Build a tokenizer whose token number n is the byte n, followed by those of ChatML, thoughts and tools.
+
+    It has a chat template, and encodes every text.
+    """
+    from tokenizers import AddedToken, Tokenizer
+    from tokenizers.decoders import ByteLevel as ByteDecoder
+    from tokenizers.models import BPE
+    from tokenizers.pre_tokenizers import ByteLevel
+    from transformers import PreTrainedTokenizerFast
+
+    # The library stands for each byte by a character: itself where it can be printed, else one from U+0100 on.
+    alphabet = set(ByteLevel.alphabet())
+    shifted = iter(sorted(character for character in alphabet if ord(character) > 255))
+    characters = [chr(byte) if chr(byte) in alphabet else next(shifted) for byte in range(256)]
+    words = Tokenizer(BPE({character: byte for byte, character in enumerate(characters)}, []))
+    words.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
+    words.decoder = ByteDecoder()
+    words.add_special_tokens([_PAD, _START, _END])
+    words.add_tokens([AddedToken(mark, normalized=False) for mark in _MARKS])
+    assert words.get_vocab_size() == NUM_BYTE_TOKENS
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words,
+        eos_token=_END,
+        pad_token=_PAD,
+        chat_template=_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _character_tokenizer(characters: str) -> "PreTrainedTokenizerBase":
+    """Build a tokenizer with one token per character and an end token, which also pads. It refuses other characters."""
+    from tokenizers import Regex, Tokenizer
+    from tokenizers.decoders import Fuse
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Split
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: index for index, token in enumerate([END_TOKEN, *dict.fromkeys(characters)])}
+    words = Tokenizer(WordLevel(vocabulary))
+    words.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
+    words.decoder = Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token=END_TOKEN, pad_token=END_TOKEN)
