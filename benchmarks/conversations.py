@@ -193,10 +193,10 @@ def main() -> int:
     arguments = parser.parse_args()
     count = arguments.conversations
     seconds, conversations, memory = measure(plan_of(), count)
-    assert conversations.turns.tolist() == [TURNS] * count
+    assert conversations.turn_rewards.lengths.tolist() == [TURNS] * count
     assert conversations.finished.all()
     # Turns and answers alternate, and the last answer is not read.
-    tokens = conversations.own.run_lengths.reshape(count, 2 * TURNS - 1)[:, ::2].astype(np.float64)
+    tokens = conversations.turn.run_lengths.reshape(count, 2 * TURNS - 1)[:, ::2].astype(np.float64)
     delays = np.array([[service.delay(row, turn) for turn in range(TURNS)] for row in range(count)])
     schedule = (tokens, delays, ENGINES, paced.SLOTS, paced.token_seconds)
     ideal = simulate(*schedule)

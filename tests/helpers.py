@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from omegaconf import DictConfig, OmegaConf
 
 import rlflow
-from rlflow.batch import Minibatch, Packed, Pairs, Prompts, Repeated, Rollouts, Sequences
+from rlflow.batch import Conversations, Minibatch, Packed, Pairs, Prompts, Repeated, Rollouts, Sequences
 from rlflow.compiler.checks import check
 from rlflow.compiler.graph import Graph
 from rlflow.compiler.problem import Problem
@@ -222,3 +222,24 @@ class WritingEngine(SessionEngine, FakeEngine):
 
     def take_activity(self) -> list[EngineActivity]:
         return [EngineActivity(0.0, 1.0, 10, 1, 0, 0.5, 0)]
+
+
+def conversations(groups: Sequence[Sequence[Sequence[int]]], rewards: Sequence[Sequence[float]]) -> Conversations:
+    """Return conversations in ``groups``, each as the lengths of its turns: the model's, the environment's and so on.
+
+    ``rewards`` are those of the turns of each conversation.
+    """
+    pieces = [turns for group in groups for turns in group]
+    numbers = np.concatenate([np.arange(len(turns)) for turns in pieces])
+    written = rollouts(sequences([2] * len(groups), [[sum(turns) for turns in group] for group in groups]))
+    return Conversations(
+        **vars(written),
+        turn=Repeated(
+            np.where(numbers % 2, -1, numbers // 2).astype(np.int32),
+            np.concatenate([np.array(turns) for turns in pieces]),
+            np.array([len(turns) for turns in pieces]),
+        ),
+        turn_rewards=Packed.from_rows(rewards, np.float32),
+        reasons=np.array([""] * len(pieces)),
+        unfinished=done(len(pieces)),
+    )

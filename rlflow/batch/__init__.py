@@ -2,7 +2,6 @@
 
 from rlflow.batch.batch import (
     Advantages,
-    Conversations,
     Divergences,
     Examples,
     Logprobs,
@@ -21,6 +20,7 @@ from rlflow.batch.batch import (
     describe_samples,
     known_mean,
 )
+from rlflow.batch.conversations import Conversations
 from rlflow.batch.packed import Packed, Records, Repeated
 from rlflow.batch.rows import MAX_ROWS, Batch
 

@@ -103,6 +103,11 @@ class Rollouts(Sequences):
     """B rows of the data set."""
 
     @property
+    def turn_lengths(self) -> Packed:
+        """Return how many tokens the model generated in each turn, B rows of int64. Here a response is one turn."""
+        return Packed(self.own_lengths, np.arange(len(self) + 1))
+
+    @property
     def failed(self) -> NDArray[np.bool_]:
         """Return which rollouts failed and are excluded from training, [B]; none unless a subclass says otherwise."""
         return np.zeros(len(self), np.bool_)
@@ -117,41 +122,6 @@ class Rollouts(Sequences):
             "finished": float(np.mean(self.finished)),
             **({"without_tokens": float(np.mean(lengths == 0))} if (lengths == 0).any() else {}),
         }
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Conversations(Rollouts):
-    """Rollouts whose responses alternate between a model and an environment. The environment's tokens have logprob 0.
-
-    ``finished`` is True where the environment ended the conversation. ``texts`` hold only the model's last turns.
-    ``rows`` hold the sum of the environment's rewards as ``environment_reward``.
-    """
-
-    own: Repeated
-    """B rows of bool: True for tokens that the model generated."""
-    turns: NDArray[np.int64]
-    """[B]: the number of turns that the model took."""
-    reasons: NDArray[np.str_]
-    """[B]: why the environment failed; empty where it did not."""
-    unfinished: Packed
-    """B rows of uint8: JSON that an engine needs to resume a conversation. Empty where it is done. A row that does not
-    begin with a brace also has a pickle of the environment, and never leaves the run."""
-
-    @property
-    def failed(self) -> NDArray[np.bool_]:
-        return np.asarray(self.reasons != "")
-
-    def own_tokens(self) -> Repeated:
-        return self.own
-
-    def metrics(self) -> Mapping[str, float]:
-        """Return the turns, the share of failed conversations, and the metrics of all rollouts."""
-        own = {"turns_mean": float(np.mean(self.turns)), "failed": float(np.mean(self.failed))}
-        return {**own, **super().metrics()}
-
-    def failures(self) -> Mapping[str, int]:
-        """Return why environments failed."""
-        return count_reasons(self.reasons)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -174,6 +144,17 @@ class Rewards(Batch):
 
     values: NDArray[np.float32]
     """[B]: NaN where there is none; such a rollout is excluded from training."""
+    turns: Packed | None = None
+    """B rows of float32: the rewards of single turns, which add up to ``values``. None where they come at the end."""
+
+    def less(self, penalties: NDArray[np.floating[Any]]) -> "Rewards":
+        """Subtract ``penalties`` [B], which come with the last turn."""
+        values, turns = (self.values - penalties).astype(np.float32), self.turns
+        if turns is not None:
+            with_turns, by_turn = turns.lengths > 0, turns.values.copy()
+            by_turn[turns.offsets[1:][with_turns] - 1] -= penalties[with_turns]
+            turns = turns.like(by_turn)
+        return Rewards(values=values, turns=turns)
 
     def mean(self) -> float:
         """Return the mean over the samples that have a reward. Raise EngineError without any, or with infinite ones."""

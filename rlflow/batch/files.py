@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import IO, Any
 
@@ -51,10 +52,7 @@ def read_fields(file: Path | IO[bytes]) -> dict[str, Any]:
             found[stem] = Packed(array, offsets_of(arrays[stem + _LENGTHS]))
         elif suffix == _RUNS:
             if stem + _RUNS_PER_ROW not in arrays:
-                raise StorageError(
-                    f"{file}: expected the format of this version of rlflow, got that of an older one.\n"
-                    "  Fix: read the run with the version that wrote it, or start a new run without resume."
-                )
+                raise _older_format(file)
             per_row = arrays[stem + _RUNS_PER_ROW]
             found[stem] = Repeated(array, arrays[stem + _RUN_LENGTHS], None if (per_row == 1).all() else per_row)
         elif not suffix:
@@ -73,7 +71,16 @@ def write_rollouts(file: Path | IO[bytes], rollouts: Rollouts, rows: Sequence[Ma
 
 
 def read_rollouts(file: Path | IO[bytes]) -> Rollouts:
-    """Return what ``write_rollouts`` wrote. Rows hold the added values alone."""
+    """Return what ``write_rollouts`` wrote. Rows hold the added values alone. Raises StorageError if it is older."""
     found = read_fields(file)
     kind = _KINDS[found.pop("kind")]
+    if found.keys() != {field.name for field in fields(kind)}:
+        raise _older_format(file)
     return kind(**{**found, "texts": tuple(found["texts"]), "rows": tuple(found["rows"])})
+
+
+def _older_format(file: Path | IO[bytes]) -> StorageError:
+    return StorageError(
+        f"{file}: expected the format of this version of rlflow, got that of an older one.\n"
+        "  Fix: read the run with the version that wrote it, or start a new run without resume."
+    )

@@ -17,6 +17,8 @@ _TEXT_OVERHEAD_BYTES, _ROW_OVERHEAD_BYTES = 15, 64
 _NUMBER_BYTES = 8
 # Columns that a node passes on unchanged: they are stored once, with the edge that they come from.
 _PASSED_ON = ("prompt_ids", "rows")
+# Packed columns that have no value for each token: one for each turn, and none for conversations that are done.
+_SMALL = ("turn_rewards", "unfinished")
 
 
 def graph_edges(graph: Graph, tasks: tuple[Task, ...], text_bytes: float) -> tuple[Edge, ...]:
@@ -63,7 +65,7 @@ def _output_bytes(kind: type, task: Task, text_bytes: float) -> tuple[float, flo
     each_token = each_text = each_number = 0.0
     hints: Mapping[str, Any] = get_type_hints(kind)
     for name, hint in hints.items():
-        if name in _PASSED_ON or name == "keys":
+        if name in (*_PASSED_ON, *_SMALL, "keys"):
             continue
         if hint is Packed:
             each_token += _TOKEN_BYTES

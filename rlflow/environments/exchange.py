@@ -63,7 +63,7 @@ class Exchange:
             if isinstance(answer, Failure):
                 transcript.reason = self._failure_reason(answer)
                 continue
-            transcript.reward += answer.reward
+            transcript.rewards.append(answer.reward)
             transcript.finished, transcript.state = answer.done, answer.state
             if not answer.done and transcript.num_turns < self._options.max_turns:
                 continuing.append((transcript, answer.text))

@@ -35,7 +35,8 @@ class Transcript:
     """The model's last complete turn."""
     state: str | bytes | None = None
     """The environment after its last answer, as JSON or a pickle; None before the first."""
-    reward: float = 0.0
+    rewards: list[float] = field(default_factory=list)
+    """The environment's reward for each turn that it has answered."""
     reason: str = ""
     """Why the environment failed; empty if it did not."""
     finished: bool = False
@@ -52,6 +53,11 @@ class Transcript:
     def num_turns(self) -> int:
         """Return the number of the model's complete turns."""
         return (len(self.pieces) + 1) // 2
+
+    @property
+    def turn_rewards(self) -> list[float]:
+        """Return the reward of each complete turn: 0 for one that the environment has not answered."""
+        return self.rewards + [0.0] * (self.num_turns - len(self.rewards))
 
     @property
     def is_answer_due(self) -> bool:
@@ -125,15 +131,15 @@ def build_conversations(samples: Prompts, transcripts: Sequence[Transcript], tem
         temperature=temperature,
         texts=tuple(transcript.text for transcript in transcripts),
         rows=tuple(
-            {**row, "environment_reward": transcript.reward}
+            {**row, "environment_reward": sum(transcript.rewards, 0.0)}
             for row, transcript in zip(samples.rows, transcripts, strict=True)
         ),
-        own=Repeated(
-            np.array([number % 2 == 0 for row in pieces for number in range(len(row))], np.bool_),
+        turn=Repeated(
+            np.array([-1 if number % 2 else number // 2 for row in pieces for number in range(len(row))], np.int32),
             np.array([len(piece.ids) for row in pieces for piece in row], np.int64),
             np.array([len(row) for row in pieces], np.int64),
         ),
-        turns=np.array([transcript.num_turns for transcript in transcripts], np.int64),
+        turn_rewards=Packed.from_rows([transcript.turn_rewards for transcript in transcripts], np.float32),
         reasons=np.array([transcript.reason for transcript in transcripts], np.str_),
         unfinished=Packed.from_rows(
             [np.frombuffer(_rest_of(transcript), np.uint8) for transcript in transcripts], np.uint8
@@ -152,7 +158,7 @@ def resumed_transcript(response: PartialResponse) -> Transcript:
     *pieces, interrupted_turn = (PartialResponse(*parts) for parts in zip(*columns, strict=True))
     # Only a conversation with the prefix may hold a pickle, because checkpoints refuse the prefix.
     state = b64decode(saved["state"]) if pickled else saved["state"]
-    return Transcript(pieces, interrupted_turn, saved["text"], state, saved["reward"])
+    return Transcript(pieces, interrupted_turn, saved["text"], state, saved["rewards"])
 
 
 def _rest_of(transcript: Transcript) -> bytes:
@@ -164,6 +170,6 @@ def _rest_of(transcript: Transcript) -> bytes:
         "lengths": [len(piece.ids) for piece in transcript.pieces],
         "text": transcript.text,
         "state": b64encode(state).decode() if isinstance(state, bytes) else state,
-        "reward": transcript.reward,
+        "rewards": transcript.rewards,
     }
     return (_WITH_PICKLE if isinstance(state, bytes) else b"") + json.dumps(rest).encode()

@@ -5,7 +5,7 @@ Data goes through the room in this order:
 1. ``generate`` samples responses to prompts, in one piece or in turns with an environment.
 2. ``scoring`` computes logprobs, values and rewards of them by models, ``reward`` rewards by functions.
 3. ``reward_shaping`` subtracts penalties (``kl``); ``dynamic_sampling`` selects prompts.
-4. ``advantages`` and ``critic`` turn rewards into advantages.
+4. ``advantages``, ``turns`` and ``critic`` turn rewards into advantages.
 5. ``policy_update`` and ``policy_variants`` (loss: ``policy_loss``), ``critic``, ``preference`` and ``sft`` train, in
    ``minibatches``.
 
@@ -24,7 +24,8 @@ from rlflow.nodes import (
     reward_shaping,
     scoring,
     sft,
+    turns,
 )
 
 __all__ = ["advantages", "critic", "dynamic_sampling", "generate", "policy_update", "policy_variants"]
-__all__ += ["preference", "reward", "reward_shaping", "scoring", "sft"]
+__all__ += ["preference", "reward", "reward_shaping", "scoring", "sft", "turns"]

@@ -6,7 +6,7 @@ Shapes: B rollouts.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from annotated_types import Ge, Le
@@ -20,7 +20,7 @@ from rlflow.nodes.expressions import old_probability, times
 from rlflow.nodes.kl import Estimator, check_kl, kl_expression, old_difference, token_kl
 from rlflow.nodes.reward import Reward
 from rlflow.recipe import Recipe
-from rlflow.schema import Coefficient
+from rlflow.schema import Coefficient, Section
 
 # Added to a batch's variance, as in verl and OpenRLHF: where all rewards agree, rounding errors stay small.
 _EPSILON = 1e-8
@@ -29,7 +29,30 @@ WHITENED = f"(x - mean of x) / sqrt(variance of x + {_EPSILON:g}) over all token
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupAdvantage(Node, kind="group_advantage", unit="group"):
+class Comparison(Section):
+    """The comparison of numbers with the others of their group."""
+
+    normalize: bool = True
+    """Divide by the group's standard deviation (of the sample, n - 1)."""
+    epsilon: Annotated[float, Ge(1e-12), Le(100)] = 1e-4
+    """Added to that standard deviation, which is 0 where all rewards of a group agree. TRL's value; verl has 1e-6."""
+
+    def expression(self, symbol: str) -> str:
+        """Return the comparison of what ``symbol`` names for people."""
+        expression = f"{symbol} - mean of {symbol} in the group"
+        return f"({expression}) / (std of {symbol} in the group + {self.epsilon:g})" if self.normalize else expression
+
+    def compare(self, values: NDArray[np.floating[Any]], group: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Compare each of N values with those of its group. NaN values stay NaN and do not count."""
+        centred, sizes = center_in_groups(values, group)
+        if self.normalize:
+            variance = np.bincount(group, np.nan_to_num(centred) ** 2) / np.maximum(sizes - 1, 1)
+            centred = centred / (np.sqrt(variance) + self.epsilon)[group]
+        return centred
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupAdvantage(Comparison, Node, kind="group_advantage", unit="group"):
     """Reward minus its group's mean, over the group's standard deviation. Excluded rollouts do not count in either.
 
     Source: DeepSeekMath (arXiv 2402.03300), section 4.1.2; without the division Dr. GRPO (arXiv 2503.20783).
@@ -37,25 +60,11 @@ class GroupAdvantage(Node, kind="group_advantage", unit="group"):
 
     alarms = (REWARDS_ARE_EQUAL,)
 
-    normalize: bool = True
-    """Divide by the group's standard deviation (of the sample, n - 1)."""
-    epsilon: Annotated[float, Ge(1e-12), Le(100)] = 1e-4
-    """Added to that standard deviation, which is 0 where all rewards of a group agree. TRL's value; verl has 1e-6."""
-
     def formula(self, symbols: Mapping[str, str]) -> Formula:
-        reward = symbols["rewards"]
-        expression = f"{reward} - mean of {reward} in the group"
-        if self.normalize:
-            expression = f"({expression}) / (std of {reward} in the group + {self.epsilon:g})"
-        return Formula(symbol="A", expression=expression)
+        return Formula(symbol="A", expression=self.expression(symbols["rewards"]))
 
     def run(self, rollouts: Rollouts, rewards: Rewards) -> RolloutAdvantages:
-        group, sizes = groups_of(rollouts, rewards)
-        centred = center_in_groups(rewards, group, sizes)
-        if self.normalize:
-            variance = np.bincount(group, np.nan_to_num(centred) ** 2) / np.maximum(sizes - 1, 1)
-            centred = centred / (np.sqrt(variance) + self.epsilon)[group]
-        return repeat_for_tokens(centred, rollouts)
+        return repeat_for_tokens(self.compare(rewards.values, groups_of(rollouts)), rollouts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +81,9 @@ class LeaveOneOutAdvantage(Node, kind="leave_one_out_advantage", unit="group"):
         return Formula(symbol="A", expression=f"{reward} - mean of the other {reward} in the group")
 
     def run(self, rollouts: Rollouts, rewards: Rewards) -> RolloutAdvantages:
-        group, sizes = groups_of(rollouts, rewards)
-        num_others = np.maximum(sizes - 1, 1)
-        return repeat_for_tokens(center_in_groups(rewards, group, sizes) * (sizes / num_others)[group], rollouts)
+        group = groups_of(rollouts)
+        centred, sizes = center_in_groups(rewards.values, group)
+        return repeat_for_tokens(centred * (sizes / np.maximum(sizes - 1, 1))[group], rollouts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +139,7 @@ class BatchAdvantage(Node, kind="batch_advantage", unit="batch", compares_groups
         return Formula(symbol="A", expression=WHITENED, where=where)
 
     def run(self, rollouts: Rollouts, rewards: Rewards) -> RolloutAdvantages:
-        values = center_in_groups(rewards, *groups_of(rollouts, rewards))
+        values, _ = center_in_groups(rewards.values, groups_of(rollouts))
         return repeat_for_tokens(whiten(values, rollouts.own_lengths, unbiased=self.unbiased), rollouts)
 
 
@@ -232,16 +241,19 @@ def _check_teacher(recipe: Recipe, node: str, teacher: str, policy: str) -> None
         raise RecipeError(f"roles.{teacher}.model", fact, fix="name a better model")
 
 
-def groups_of(rollouts: Rollouts, rewards: Rewards) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the group number of each rollout [B], and for each group how many of its rollouts have a reward."""
+def groups_of(rollouts: Rollouts) -> NDArray[np.int64]:
+    """Return the group number of each rollout [B]."""
     _, group = np.unique(rollouts.keys[:, :2], axis=0, return_inverse=True)
-    return group, np.bincount(group, ~np.isnan(rewards.values)).astype(np.int64)
+    return group
 
 
-def center_in_groups(rewards: Rewards, group: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return each reward minus the mean of its group [B]."""
-    values = rewards.values.astype(np.float64)
-    return values - (np.bincount(group, np.nan_to_num(values)) / np.maximum(sizes, 1))[group]
+def center_in_groups(
+    values: NDArray[np.floating[Any]], group: NDArray[np.int64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return each of N values minus the mean of its group [N], and how many values of each group are not NaN."""
+    values = values.astype(np.float64)
+    sizes = np.bincount(group, ~np.isnan(values)).astype(np.float64)
+    return values - (np.bincount(group, np.nan_to_num(values)) / np.maximum(sizes, 1))[group], sizes
 
 
 def whiten(

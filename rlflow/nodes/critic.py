@@ -47,8 +47,9 @@ class GaeAdvantage(Node, kind="gae_advantage", unit="batch", reads_tokens=True):
     """A_t = d_t + gamma lam A_t+1, where d_t = r_t + gamma V_t+1 - V_t. The return of a token is A_t + V_t.
 
     Each token of the model is a step. The response ends with its last token, also where it was cut at the limit: the
-    value after it is zero. The reward comes with the last token. Each token costs ``kl_coef`` times its KL divergence
-    from the ``reference``. Rollouts without a reward count in no mean, and have neither advantages nor returns.
+    value after it is zero. The reward comes with the last token; an environment's reward for a turn comes with the last
+    token of that turn. Each token costs ``kl_coef`` times its KL divergence from the ``reference``. Rollouts without a
+    reward count in no mean, and have neither advantages nor returns.
 
     Source: GAE (arXiv 1506.02438), equation 16; PPO (arXiv 1707.06347), equations 11 and 12. The penalty: Ziegler et
     al. (arXiv 1909.08593), equation 2, as in InstructGPT (arXiv 2203.02155).
@@ -108,7 +109,11 @@ class GaeAdvantage(Node, kind="gae_advantage", unit="batch", reads_tokens=True):
             kl = float(np.diff(before[offsets])[known].mean())
         if state is not None and self.kl_target is not None:
             state.follow(kl, self.kl_target)
-        token_rewards[last] += rewards.values[has_own]
+        if rewards.turns is None:
+            token_rewards[last] += rewards.values[has_own]
+        else:
+            token_rewards[rollouts.turn_lengths.values.cumsum() - 1] += rewards.turns.values
+            token_rewards[last] += np.where(known[has_own], 0, np.nan)
         next_values = np.append(expected[1:], 0.0)
         next_values[last] = 0.0
         errors = Packed(token_rewards + self.gamma * next_values - expected, offsets)

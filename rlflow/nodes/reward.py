@@ -12,7 +12,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from rlflow.batch import Conversations, Rewards, Rollouts, count_reasons, known_mean
+from rlflow.batch import Conversations, Packed, Rewards, Rollouts, count_reasons, known_mean
 from rlflow.errors import EngineError, GraphError, RecipeError, below
 from rlflow.nodes.base import Formula, Node, NodeView
 from rlflow.nodes.expressions import times
@@ -168,9 +168,9 @@ class Reward(Node, kind="reward", unit="sample"):
         finally:
             for future in places:
                 future.cancel()
-        return SummedRewards(
-            values=self._sum(parts, is_silent), parts=parts, details=details, reasons=np.array(reasons)
-        )
+        values = self._sum(parts, is_silent)
+        turns = self._by_turn(rollouts, values) if isinstance(rollouts, Conversations) else None
+        return SummedRewards(values=values, turns=turns, parts=parts, details=details, reasons=np.array(reasons))
 
     def _submit(self, rollouts: Rollouts) -> "Mapping[Future[Outcome], tuple[str, int]]":
         """Call all functions about the rollouts that have not failed; return the term and the row of each future."""
@@ -201,6 +201,21 @@ class Reward(Node, kind="reward", unit="sample"):
             values += np.where(is_silent[name], 0, weight * parts[name].astype(np.float64))
         values[np.all([is_silent[name] for name in counted], axis=0)] = np.nan
         return values.astype(np.float32)
+
+    def _by_turn(self, conversations: Conversations, values: NDArray[np.float32]) -> Packed | None:
+        """Return the rewards of single turns: the environment's where it gave them, and all others in the last turn.
+
+        None where the environment's rewards do not count.
+        """
+        weight = sum(part.weight for name, part in self.terms.items() if (part.function or name) == "environment")
+        if not weight:
+            return None
+        given = conversations.turn_rewards
+        by_turn, ends = weight * given.values.astype(np.float64), given.offsets[1:]
+        known = (given.lengths > 0) & ~np.isnan(values)
+        before = np.concatenate([[0.0], np.cumsum(by_turn)])
+        by_turn[ends[known] - 1] += (values - np.diff(before[given.offsets]))[known]
+        return given.like(by_turn.astype(np.float32))
 
     def __getstate__(self) -> Mapping[str, Any]:
         """Leave out the worker processes, which every process starts for itself."""

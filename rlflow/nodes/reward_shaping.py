@@ -60,7 +60,7 @@ class KlPenalty(Node, kind="kl_penalty", unit="sample", reads_tokens=False):
 
     def run(self, rewards: Rewards, kl: Divergences, state: KlCoefficient | None = None) -> Rewards:
         kl_coef = self.kl_coef if state is None else state.kl_coef
-        output = Rewards(values=(rewards.values - kl_coef * kl.values).astype(np.float32))
+        output = rewards.less(kl_coef * kl.values)
         if state is not None and self.kl_target is not None:
             state.follow(float(np.mean(kl.values[~np.isnan(output.values)], dtype=np.float64)), self.kl_target)
         return output
@@ -96,5 +96,4 @@ class OverlongPenalty(Node, kind="overlong_penalty", unit="sample", reads_tokens
 
     def run(self, rollouts: Rollouts, rewards: Rewards) -> Rewards:
         over = rollouts.response_ids.lengths - (self.max_tokens - self.buffer_tokens)
-        penalties = np.clip(over / self.buffer_tokens, 0, 1)
-        return Rewards(values=(rewards.values - penalties).astype(np.float32))
+        return rewards.less(np.clip(over / self.buffer_tokens, 0, 1))

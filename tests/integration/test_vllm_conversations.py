@@ -4,7 +4,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from rlflow.batch import Conversations, Prompts, Rollouts
@@ -47,14 +46,15 @@ def test_conversations_of_different_pace(vllm_process: EngineProcess, tmp_path: 
     engine = vllm_process.build("vllm", serving())
     out = engine.generate(GIVEN, sampling_of(tmp_path / "ended", waits=True))
     assert isinstance(out, Conversations)
-    assert out.turns.tolist() == [TURNS, TURNS]
+    assert out.turn_rewards.lengths.tolist() == [TURNS, TURNS]
     assert out.finished.all()
     vllm_process.send(in_batches, engine._place, GIVEN, sampling_of(tmp_path / "ended too", waits=False))
     expected = vllm_process.receive()
     assert out.response_ids.values.tolist() == expected.response_ids.values.tolist()
     assert out.response_ids.lengths.tolist() == expected.response_ids.lengths.tolist()
-    assert out.own.values.tolist() == expected.own.values.tolist()
+    assert out.turn.values.tolist() == expected.turn.values.tolist()
     assert out.logprobs.values == pytest.approx(expected.logprobs.values, abs=1e-5)
     assert out.texts == expected.texts
-    assert (out.logprobs.values[out.own.values] < 0).all()
-    assert np.array_equal(out.logprobs.values[~out.own.values], np.zeros((~out.own.values).sum()))
+    is_own = out.own_tokens().values
+    assert (out.logprobs.values[is_own] < 0).all()
+    assert not out.logprobs.values[~is_own].any()

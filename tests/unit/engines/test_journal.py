@@ -73,7 +73,7 @@ def test_conversations_come_back_with_what_their_environment_added(tmp_path: Pat
     assert rows == [0, 1, 2, 3]
     assert_same(rollouts, made)
     assert isinstance(rollouts, Conversations)
-    assert rollouts.own[2].tolist() == made.own[2].tolist()
+    assert rollouts.turn[2].tolist() == made.turn[2].tolist()
     assert rollouts.rows[1] == {"answer": "1", "environment_reward": 0.5}
 
 

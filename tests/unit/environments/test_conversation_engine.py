@@ -175,9 +175,9 @@ class Batches(Eager):
 def check_same(out: Rollouts, expected: Rollouts) -> None:
     assert isinstance(out, Conversations)
     assert isinstance(expected, Conversations)
-    for name in ("keys", "finished", "turns", "reasons"):
+    for name in ("keys", "finished", "reasons"):
         assert getattr(out, name).tolist() == getattr(expected, name).tolist(), name
-    for name in ("prompt_ids", "response_ids", "logprobs", "versions", "own", "unfinished"):
+    for name in ("prompt_ids", "response_ids", "logprobs", "versions", "turn", "turn_rewards", "unfinished"):
         one, other = (getattr(each, name) for each in (out, expected))
         assert [row.tolist() for row in map(one.__getitem__, range(len(out)))] == [
             row.tolist() for row in map(other.__getitem__, range(len(out)))
@@ -215,7 +215,7 @@ def test_a_conversation_does_not_wait_for_another() -> None:
 def test_samples_are_those_of_turns_in_batches(kind: type[Any]) -> None:
     batches = Batches(spec()) if kind is Eager else FakeEngine(spec())
     expected = NODE.run(batches, GIVEN)
-    assert len(set(expected.turns.tolist())) > 1
+    assert len(set(expected.turn_rewards.lengths.tolist())) > 1
     check_same(NODE.run(kind(spec()), GIVEN), expected)
     for room in (1, 3, 100):
         group = EngineGroup("role", Threads([kind(spec(), (room, 10_000)) for _ in range(2)]), lambda: None)
@@ -253,7 +253,7 @@ def test_a_preempted_conversation_goes_on_elsewhere(until: Callable[[Stepped], N
     assert isinstance(partial, Conversations)
     assert not GroupProgress(given, sampling, partial).done.any()
     assert partial.response_ids[0].tolist() == expected.response_ids[0].tolist()[: len(partial.response_ids[0])]
-    assert partial.own[0].tolist() == expected.own[0].tolist()[: len(partial.own[0])]  # type: ignore[attr-defined]
+    assert partial.turn[0].tolist() == expected.turn[0].tolist()[: len(partial.turn[0])]  # type: ignore[attr-defined]
     assert first.finish_session() is None
     second.begin_session(given, sampling)
     second.advance(row, 1, partial)
@@ -347,7 +347,7 @@ def test_partial_conversations_are_complete_in_the_next_generation() -> None:
     engine.end_turn(key(0, 3, 1))
     engine.wait_for(key(1, 3, 1))
     for sample in range(2):
-        for turn in range(int(expected.turns[sample])):
+        for turn in range(int(expected.turn_rewards.lengths[sample])):
             engine.end_turn(key(turn, 0, sample))
     session = engine._session
     assert session is not None

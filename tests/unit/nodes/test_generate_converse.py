@@ -88,11 +88,15 @@ def test_the_model_and_the_environment_write_in_turn() -> None:
     engine = Scripted(["12|", "9|"], ["3|"], ["9|"])
     out = conversations(engine, converse(frame="={}+"))
     assert rows(out.response_ids) == [encoded("12|=1+3|=22+9|"), encoded("9|")]
-    assert rows(out.own) == [[True] * 3 + [False] * 3 + [True] * 2 + [False] * 4 + [True] * 2, [True] * 2]
+    assert rows(out.turn) == [[0] * 3 + [-1] * 3 + [1] * 2 + [-1] * 4 + [2] * 2, [0] * 2]
     assert rows(out.logprobs) == [[-1] * 3 + [0] * 3 + [-2] * 2 + [0] * 4 + [-3] * 2, [-1] * 2]
     assert rows(out.versions) == [[1] * 6 + [2] * 6 + [3] * 2, [1] * 2]
     assert out.own_lengths.tolist() == [7, 2]
-    assert (out.finished.tolist(), out.turns.tolist(), out.reasons.tolist()) == ([True, True], [3, 1], ["", ""])
+    assert (out.finished.tolist(), out.turn_rewards.lengths.tolist(), out.reasons.tolist()) == (
+        [True, True],
+        [3, 1],
+        ["", ""],
+    )
     assert out.texts == ("9", "9")
     assert [row["environment_reward"] for row in out.rows] == [0.75, 0.25]
     assert out.keys.tolist() == keys(2).tolist()
@@ -145,7 +149,7 @@ def test_limits_cut_a_conversation(options: Mapping[str, int], response: str, tu
     out = conversations(engine, converse(**options))
     assert out.response_ids[0].tolist() == encoded(response)
     assert out.finished.tolist() == [turns == 3, True]
-    assert out.turns.tolist() == [turns, 1]
+    assert out.turn_rewards.lengths.tolist() == [turns, 1]
 
 
 def test_an_answer_may_be_empty() -> None:
@@ -155,7 +159,7 @@ def test_an_answer_may_be_empty() -> None:
     engine = Scripted(["+|", "2|"], ["3|", "4|"])
     out = node.run(engine, given)
     assert rows(out.response_ids) == [encoded("+|3|"), encoded("2|=4|")]
-    assert rows(out.take(np.array([1, 0])).own) == [[True, True, False, True, True], [True] * 4]
+    assert rows(out.take(np.array([1, 0])).turn) == [[0, 0, -1, 1, 1], [0, 0, 1, 1]]
     assert out.own_lengths.tolist() == [4, 4]
     assert out.finished.all()
 
@@ -244,7 +248,7 @@ def test_a_single_turn_is_what_generate_writes(kind: type[FakeEngine] | type[Tra
     out = node.run(kind(spec()), given)
     for column in ("response_ids", "logprobs", "versions", "prompt_ids"):
         assert rows(getattr(out, column)) == rows(getattr(expected, column)), column
-    assert out.own.values.all()
+    assert not out.turn.values.any()
     assert out.texts == expected.texts
 
 

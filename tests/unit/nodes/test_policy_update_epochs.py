@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from rlflow.batch import (
-    Conversations,
     Logprobs,
     Metrics,
     Minibatch,
@@ -23,7 +22,7 @@ from rlflow.nodes.policy_update import PolicyUpdate
 from rlflow.nodes.policy_variants import GspoUpdate
 from rlflow.runtime.finite import check_advantages
 from rlflow.runtime.step import metrics_of
-from tests.helpers import done, rollouts, sequences, spec
+from tests.helpers import conversations, rollouts, sequences, spec
 
 WRITTEN = rollouts(sequences([2] * 8, [[3, 1], [2, 2], [1, 4], [2, 2], [1, 1], [3, 2], [2, 5], [1, 1]]))
 ADVANTAGES = RolloutAdvantages(values=Repeated(np.ones(16, np.float32), WRITTEN.response_ids.lengths))
@@ -83,13 +82,8 @@ def test_a_critic_has_the_minibatches_of_the_policy() -> None:
     assert critic.seen == minibatches(4, 3)
 
 
-def conversations() -> Conversations:
-    """Return four conversations, of which the second and the last have no token of the model's."""
-    written = rollouts(sequences([2, 2], [[2, 3], [1, 2]]))
-    own = Repeated(np.array([True, False, True, False]), written.response_ids.lengths)
-    return Conversations(
-        **vars(written), own=own, turns=np.ones(4, np.int64), reasons=np.array([""] * 4), unfinished=done(4)
-    )
+# The second and the last have no token of the model's.
+SILENT = conversations([[[2], [0, 3]], [[1], [0, 2]]], [[0.0]] * 4)
 
 
 @pytest.mark.filterwarnings("error")
@@ -104,7 +98,7 @@ def conversations() -> Conversations:
     ids=lambda node: f"{node.kind}-{node.aggregation}",
 )
 def test_a_response_without_tokens_of_its_own_is_as_if_it_were_not_there(node: PolicyUpdate) -> None:
-    given, kept = conversations(), np.array([0, 2])
+    given, kept = SILENT, np.array([0, 2])
     advantages = RolloutAdvantages(values=Repeated(np.array([1, 5, -2, 7], np.float32), given.response_ids.lengths))
     ours = node.run(TorchEngine(spec()), given, advantages).values
     theirs = node.run(TorchEngine(spec()), given.take(kept), advantages.take(kept)).values
@@ -115,7 +109,7 @@ def test_a_response_without_tokens_of_its_own_is_as_if_it_were_not_there(node: P
 @pytest.mark.filterwarnings("error")
 def test_generalized_advantages_of_such_a_response() -> None:
     """The reward of such a response reaches no token."""
-    given, kept = conversations(), np.array([0, 2])
+    given, kept = SILENT, np.array([0, 2])
     draw = np.random.default_rng(0)
     values, reference = (
         given.response_ids.like(draw.normal(size=given.response_ids.offsets[-1]).astype(np.float32)) for _ in range(2)

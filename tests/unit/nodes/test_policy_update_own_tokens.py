@@ -27,7 +27,7 @@ from rlflow.nodes.policy_update import PolicyGradient, PolicyUpdate
 from rlflow.nodes.policy_variants import CispoUpdate, GspoUpdate, ReinforceUpdate
 from rlflow.nodes.reward_shaping import KlDivergence
 from rlflow.runtime.step import metrics_of
-from tests.helpers import done, rollouts, sequences, spec
+from tests.helpers import conversations, rollouts, sequences, spec
 
 # The lengths of the turns of each response: the model's, the environment's, the model's and so on.
 TURNS = [[2, 3, 1], [4], [1, 2, 2, 1, 3], [3, 1]]
@@ -35,19 +35,10 @@ OWN = [np.repeat(np.arange(len(turns)) % 2 == 0, turns) for turns in TURNS]
 ADVANTAGES = np.array([0.5, -1.0, 2.0, 0.25], np.float32)
 
 
-def conversations() -> Conversations:
-    written = rollouts(sequences([3, 2], [[6, 4], [9, 4]]))
-    flat = [turn for turns in TURNS for turn in turns]
-    own = Repeated(
-        np.concatenate([np.arange(len(turns)) % 2 == 0 for turns in TURNS]),
-        np.array(flat),
-        np.array([len(turns) for turns in TURNS]),
-    )
-    drawn = written.response_ids.like(column(0))
-    fields = {**vars(written), "logprobs": drawn, "finished": np.array([True, True, True, False])}
-    return Conversations(
-        **fields, own=own, turns=np.array([2, 1, 3, 1]), reasons=np.array([""] * 4), unfinished=done(4)
-    )
+def written() -> Conversations:
+    made = conversations([TURNS[:2], TURNS[2:]], [[0.0] * count for count in (2, 1, 3, 1)])
+    drawn = made.response_ids.like(column(0))
+    return replace(made, logprobs=drawn, finished=np.array([True, True, True, False]))
 
 
 def column(seed: int, garbage: float = np.nan) -> NDArray[np.float32]:
@@ -55,7 +46,7 @@ def column(seed: int, garbage: float = np.nan) -> NDArray[np.float32]:
     return np.where(np.concatenate(OWN), values, np.float32(garbage))
 
 
-GIVEN = conversations()
+GIVEN = written()
 
 
 def of_tokens(seed: int, garbage: float = np.nan) -> Logprobs:
@@ -66,6 +57,8 @@ def test_own_tokens_are_counted_by_row() -> None:
     assert [GIVEN.own_tokens()[row].tolist() for row in range(4)] == [own.tolist() for own in OWN]
     assert GIVEN.own_lengths.tolist() == [3, 4, 6, 3]
     assert GIVEN.take(np.array([2, 0])).own_lengths.tolist() == [6, 3]
+    assert [GIVEN.turn_lengths[row].tolist() for row in range(4)] == [[2, 1], [4], [1, 2, 3], [3]]
+    assert GIVEN.take(np.array([2, 0])).turn_lengths.values.tolist() == [1, 2, 3, 2, 1]
     assert Conversations.concatenate([GIVEN, GIVEN]).own_lengths.tolist() == [3, 4, 6, 3] * 2
 
 

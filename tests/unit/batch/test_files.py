@@ -1,0 +1,31 @@
+"""Files of rollouts: what is written comes back, and files of an older format are refused."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rlflow.batch import Conversations
+from rlflow.batch.files import read_rollouts, write_fields, write_rollouts
+from rlflow.errors import StorageError
+from tests.helpers import conversations
+
+GIVEN = conversations([[[2, 3, 1], [1]]], [[1.0, 0.5], [0.25]])
+
+
+def test_conversations_come_back(tmp_path: Path) -> None:
+    write_rollouts(tmp_path / "a.npz", GIVEN, GIVEN.rows)
+    found = read_rollouts(tmp_path / "a.npz")
+    assert isinstance(found, Conversations)
+    assert found.turn.values.tolist() == [0, 0, -1, -1, -1, 1, 0]
+    assert [found.turn_rewards[row].tolist() for row in range(2)] == [[1.0, 0.5], [0.25]]
+
+
+def test_an_older_format_is_refused(tmp_path: Path) -> None:
+    fields = {name: value for name, value in vars(GIVEN).items() if name not in ("turn", "rows", "texts")}
+    write_fields(
+        tmp_path / "a.npz",
+        {**fields, "own": np.ones(2), "texts": ["", ""], "rows": [{}, {}], "kind": "Conversations"},
+    )
+    with pytest.raises(StorageError, match="got that of an older one"):
+        read_rollouts(tmp_path / "a.npz")
