@@ -8,7 +8,7 @@ Shapes: P prompts, G group size, B rollouts (P x G), T tokens in all rows.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -45,7 +45,12 @@ class Prompts(Batch):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Sequences(Batch):
-    """Prompts with one response each, which a model scores or trains on."""
+    """Prompts with one response each, which a model scores or trains on.
+
+    A response may consist of several segments, each with a prompt of its own: then ``prompt_ids`` and ``response_ids``
+    have those of all segments, one after another. A model reads a segment as a sequence of its own
+    (``segments.unfold``); for all others the response is one row.
+    """
 
     keys: NDArray[np.int64]
     """[B, 3]: step, prompt, sample."""
@@ -56,12 +61,14 @@ class Sequences(Batch):
     unit_size: int = 1
     """Neighbouring rows that a loss compares, such as a pair. They stay in one minibatch, on one rank and in one
     forward pass."""
+    prompt_segments: Repeated | None = None
+    """B rows of int32: the number of each prompt token's segment, from 0 on. None if each response is one segment."""
+    response_segments: Repeated | None = None
+    """B rows of int32: the same for response tokens."""
 
     def as_sequences(self) -> "Sequences":
         """Return the rows without the fields that a subclass adds."""
-        return Sequences(
-            keys=self.keys, prompt_ids=self.prompt_ids, response_ids=self.response_ids, unit_size=self.unit_size
-        )
+        return Sequences(**{field.name: getattr(self, field.name) for field in fields(Sequences)})
 
     def own_tokens(self) -> Repeated:
         """Return which response tokens the model generated, B rows of bool. Only these are trained on; here all."""

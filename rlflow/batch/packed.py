@@ -83,6 +83,11 @@ class Packed:
         lengths[rows] = self.lengths
         return Packed(self.values, offsets_of(lengths))
 
+    def regroup(self, lengths: NDArray[np.int64]) -> "Packed":
+        """Return the same values in rows of other lengths, [rows]."""
+        assert lengths.sum() == self.offsets[-1]
+        return Packed(self.values, offsets_of(lengths))
+
     def like(self, values: Array) -> "Packed":
         """Return other values, [T], in rows of the same lengths."""
         assert len(values) == self.offsets[-1]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlflow.batch import Logprobs, Metrics, Minibatch, Packed, Rewards, Sequences, ValueEstimates
+from rlflow.batch.segments import unfold
 from rlflow.engines.base import EngineSpec, Entropy, TokenLoss, choose_head
 from rlflow.engines.causal_lm.adapters import (
     add_adapters,
@@ -118,6 +119,7 @@ class TrainingEngine(TunableEngine, ProfiledEngine, ABC):
     def _compute_gradients(self, minibatch: Minibatch, loss: TokenLoss) -> LossTotals:
         """Add up the gradients of all micro-batches; return the sums over this rank's share."""
         totals = LossTotals(loss, self._device, self._spec.role)
+        minibatch = unfold(minibatch)
         pieces, num_real = self._cut(minibatch)
         for number, rows in enumerate(pieces):
             part = minibatch.take(rows)
@@ -142,13 +144,15 @@ class TrainingEngine(TunableEngine, ProfiledEngine, ABC):
         """Return the head's output for each response token, in the order of the batch."""
         import torch
 
+        response_ids, sequences = sequences.response_ids, unfold(sequences)
         pieces, num_real = self._cut(sequences)
         with self.within_memory(), torch.no_grad():
             outputs = [self._compute_outputs(sequences.take(rows), temperature)[0] for rows in pieces]
             # One copy for all micro-batches: the GPU need not wait for the host between them.
             values = torch.cat(outputs).cpu().numpy()
         ends = np.cumsum([len(output) for output in outputs])[:-1]
-        return restore_order(sequences.response_ids, pieces[:num_real], np.split(values, ends)[:num_real])
+        outputs_of_rows = np.split(values, ends)[:num_real]
+        return restore_order(sequences.response_ids, pieces[:num_real], outputs_of_rows).regroup(response_ids.lengths)
 
     def _compute_outputs(
         self, sequences: Sequences, temperature: float, entropy: Entropy = "unused"

@@ -13,12 +13,11 @@ from numpy.typing import NDArray
 
 from rlflow.batch import Conversations, Prompts, Rollouts
 from rlflow.batch.packed import Packed, Repeated
+from rlflow.batch.segments import part_keys
 from rlflow.engines.group_progress import NO_RESPONSE, PartialResponse
 
 Ints = NDArray[np.int64]
 
-# Bits of a key's number for the sample, and for the prompt: a step has fewer prompts, and a prompt fewer samples.
-_BITS = 20
 # The first byte of an unfinished conversation whose environment is a pickle; others begin with the brace of JSON.
 _WITH_PICKLE = b"P"
 
@@ -86,16 +85,6 @@ def piece_of(turns: Rollouts, row: int) -> PartialResponse:
     return PartialResponse(turns.response_ids[row].copy(), turns.logprobs[row].copy(), turns.versions[row].copy())
 
 
-def turn_key(key: Sequence[int], turn: int) -> tuple[int, int, int]:
-    """Return the key of a turn of the conversation with this key. The first turn has the conversation's own.
-
-    Later ones have a prompt number that no other turn of the step has, so that their random draws are their own. They
-    do not depend on when the turn begins.
-    """
-    step, prompt, sample = map(int, key)
-    return (step, (turn << 2 * _BITS) + (prompt << _BITS) + sample, 0) if turn else (step, prompt, sample)
-
-
 def turn_prompts(keys: Ints, prompt_ids: Sequence[NDArray[np.generic]], transcripts: Sequence[Transcript]) -> Prompts:
     """Return all tokens so far of these conversations, as prompts of their next turn.
 
@@ -105,10 +94,8 @@ def turn_prompts(keys: Ints, prompt_ids: Sequence[NDArray[np.generic]], transcri
         np.concatenate([prompt, *(piece.ids for piece in transcript.pieces)])
         for prompt, transcript in zip(prompt_ids, transcripts, strict=True)
     ]
-    turns = [turn_key(key, transcript.num_turns) for key, transcript in zip(keys, transcripts, strict=True)]
-    return Prompts(
-        keys=np.array(turns, np.int64).reshape(-1, 3), ids=Packed.from_rows(ids, np.int32), rows=({},) * len(ids)
-    )
+    turns = np.array([transcript.num_turns for transcript in transcripts], np.int64)
+    return Prompts(keys=part_keys(keys, turns), ids=Packed.from_rows(ids, np.int32), rows=({},) * len(ids))
 
 
 def build_conversations(samples: Prompts, transcripts: Sequence[Transcript], temperature: float) -> Conversations:

@@ -1,7 +1,7 @@
 """The result of a worker's call, checked and put into the object store of its host."""
 
 from dataclasses import fields, replace
-from typing import TypeVar, get_type_hints
+from typing import TypeVar, get_args, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,9 +66,10 @@ def _as_declared(batch: BatchT) -> BatchT:
     for name, value in vars(batch).items():
         if not isinstance(value, Packed) or isinstance(value, StoredColumn):
             continue
-        if hints[name] is Repeated and not isinstance(value, Repeated):
+        is_repeated = Repeated in (hints[name], *get_args(hints[name]))
+        if is_repeated and not isinstance(value, Repeated):
             changed[name] = Repeated.from_packed(_plain(value))
-        elif hints[name] is not Repeated and isinstance(value, Repeated):
+        elif not is_repeated and isinstance(value, Repeated):
             changed[name] = _plain(value)
     return replace(batch, **changed) if changed else batch  # type: ignore[type-var]
 

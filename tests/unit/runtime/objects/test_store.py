@@ -126,6 +126,13 @@ def test_columns_are_stored_in_their_declared_type(objects: dict[int, Any], writ
     assert sum(block.nbytes for block in blocks_of(out)) == sum(values.nbytes for values in objects.values())
 
 
+def test_segments_travel_with_the_batch(objects: dict[int, Any], written: Any) -> None:
+    """The columns of segments may be missing, and are runs where they are not."""
+    numbers = Repeated(np.zeros(len(written), np.int32), written.response_ids.lengths)
+    out = put_batch(replace(written, response_segments=numbers, prompt_segments=None))
+    assert (type(out.response_segments), out.prompt_segments) == (Repeated, None)
+
+
 def test_a_batch_without_columns_stays_as_it_is(objects: dict[int, Any]) -> None:
     rewards = Rewards(values=np.ones(2, np.float32))
     assert put_batch(rewards).values is rewards.values
