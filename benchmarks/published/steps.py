@@ -16,7 +16,6 @@ from rlflow.resources.memory.state import state_terms
 from rlflow.resources.models.architecture import Architecture
 from rlflow.resources.time.decoding import Requests, generation
 from rlflow.resources.time.passes import (
-    ENGINE_WAKE_S,
     Kernels,
     PassBatch,
     scoring,
@@ -32,6 +31,8 @@ _STATE_SHARE = 0.85
 _PAGEABLE = 6e9
 # Python time on the controller, of a step and of a sample: published logs of NeMo-RL have 4 s of it in a step of 66 s.
 _HOST_STEP_S, _HOST_SAMPLE_S = 0.1, 2e-3
+# vLLM's log reports 1.5 s to fall asleep and 1.5 s to wake up; its weights are copied besides.
+_WAKE_S = 3.0
 # Seconds per module under ZeRO-3: Python, and a gather of few bytes.
 _HOOK_S = 0.7e-3
 # Bytes that a kernel moves to widen a weight of four bits: 10 ms for a billion of them on an A100 (QwenLM/Qwen,
@@ -157,7 +158,7 @@ def predict(case: Case, efficiency: Efficiency | None = None) -> Step:
         return Step(parts, assumed=case.assumed)
     parts |= _generates(case, batch, speed)
     if case.colocated and case.habits.engine_sleeps:
-        parts["wake"] = ENGINE_WAKE_S
+        parts["wake"] = _WAKE_S
     if case.colocated and case.habits.offloads_policy:
         state = sum(state_terms(case.model, train, case.training).values()) * GIB
         parts["offload"] = 2 * state / _PAGEABLE

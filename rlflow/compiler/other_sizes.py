@@ -168,7 +168,7 @@ def _pinned(demand: Demand, layout: Layout, workload: Workload) -> Demand:
         if name in demand.parallel:
             field = f"{name}_parallel_size"
             pins = replace(pins, **{field: getattr(layout, field)})
-    for field in ("zero_stage", "offload", "gpu_memory_utilization"):
+    for field in ("zero_stage", "offload"):
         if (value := getattr(layout, field)) is not None:
             pins = replace(pins, **{field: value})
     return replace(demand, pins=replace(pins, gradient_checkpointing=layout.gradient_checkpointing))

@@ -121,16 +121,20 @@ class DeepSpeedEngine(TrainingEngine):
 
     def release_memory(self) -> None:
         """Release the memory that torch caches, and the weights that ZeRO 3 has left gathered."""
+        self._drop_gathered()
+        super().release_memory()
+
+    def _drop_gathered(self) -> None:
         if self._stage == 3:
             self._engine.empty_partition_cache()
-        super().release_memory()
 
     def sleep(self, discard_weights: bool = False) -> None:
         """Move weights and optimizer state to the host; on a CPU there is no memory to release."""
         assert not discard_weights, "no weight sync replaces the weights of this engine"
         if self._device.type == "cuda":
-            self.release_memory()
+            self._drop_gathered()
             self._offload()
+            super().release_memory()
 
     def wake(self, weights_only: bool = False) -> None:
         """Move them back; with ``weights_only`` the optimizer's state is on the host afterwards, wherever it was."""

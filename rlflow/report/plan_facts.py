@@ -29,6 +29,8 @@ def facts(plan: Plan, width: int, *, explain: bool) -> Table:
         table.add_row("" if index else "safer with", change)
     for reason in prediction.reasons:
         table.add_row("why", reason)
+    for line in describe_sharing(plan):
+        table.add_row("GPU memory", line)
     if line := describe_host_memory(plan):
         table.add_row("host memory", line)
     table.add_row("data", describe_data(plan))
@@ -71,6 +73,16 @@ def _run(plan: Plan) -> str:
     if plan.prediction.verdict is not None:
         text += f", {format_gpu_hours(cost.gpu_hours)} GPU-hours"
     return text if cost.price is None else f"{text}, price {cost.price:.2f} {PRICE_UNIT}"
+
+
+def describe_sharing(plan: Plan) -> list[str]:
+    """Say of roles that share GPUs whether they keep their memory there; nothing on CPUs."""
+    lines = []
+    for pool in plan.prediction.pools if plan.prediction.verdict is not None else ():
+        if len(pool.roles) > 1:
+            stays = all(plan.roles[role].layout.stays for role in pool.roles)
+            lines.append(f"{' + '.join(pool.roles)} {'stay side by side' if stays else 'take turns'}")
+    return lines
 
 
 def describe_host_memory(plan: Plan) -> str:

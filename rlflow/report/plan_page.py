@@ -13,7 +13,7 @@ from rlflow.recipe.load import to_yaml
 from rlflow.report.formats import PRICE_UNIT, format_gpu_hours, format_range, format_time
 from rlflow.report.graph_drawing import draw_graph
 from rlflow.report.page import build_page
-from rlflow.report.plan_facts import describe_data, describe_host_memory
+from rlflow.report.plan_facts import describe_data, describe_host_memory, describe_sharing
 from rlflow.report.plan_text import describe_layout
 from rlflow.resources.planner.confidence import MEMORY_BANDS, kind_of
 from rlflow.runtime.checkpoint import checkpoints
@@ -85,6 +85,7 @@ def page_figures(plan: Plan) -> dict[str, Any]:
             "why": list(prediction.reasons),
             "tight": list(prediction.risks),
             "safer with": list(prediction.safer_with),
+            "GPU memory": describe_sharing(plan),
             "host memory": [line] if (line := describe_host_memory(plan)) else [],
             "data": [describe_data(plan)],
             "limit": list(prediction.limits),

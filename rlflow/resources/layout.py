@@ -72,6 +72,12 @@ class Layout:
     """The engine runs without CUDA graphs."""
     sleeps: bool = False
     """The role moves its memory to the host while other roles on its GPUs work."""
+    stays: bool = False
+    """The role keeps its memory while other roles on its GPUs work, because all of them fit side by side. Roles that
+    neither sleep nor stay give up what torch caches for them."""
+    receives_awake: bool = False
+    """The role is awake, with all of its memory, when it receives weights. Otherwise it wakes in two parts: its weights
+    before they arrive, and all else when the role that sends them has given up its buffers."""
 
     @property
     def num_gpus(self) -> int:

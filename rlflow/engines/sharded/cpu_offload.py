@@ -32,12 +32,10 @@ class OffloadedMemory:
         return sum(size for _, size in self._storages)
 
     def offload(self, tensors: "Iterable[Tensor]") -> None:
-        """Move the memory of ``tensors`` to the host, except for what is empty already.
+        """Move the memory of ``tensors`` to the host, except for what is empty already; torch still caches it.
 
         Everything offloaded before must have been restored.
         """
-        import torch
-
         assert not self._storages
         storages = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage()
@@ -49,8 +47,6 @@ class OffloadedMemory:
             on_host.copy_(on_device)
         for storage, _ in self._storages:
             storage.resize_(0)
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
 
     def restore(self) -> None:
         """Move everything back to the device."""

@@ -70,6 +70,10 @@ class Pool:
         """Return whether memory is modelled."""
         return self.host_set.memory_gib is not None
 
+    def takes_turns(self, layout: Layout) -> bool:
+        """Return whether a role with this layout gives up memory while others work."""
+        return self.is_shared and self.counts_memory and not layout.stays
+
 
 @dataclass(frozen=True)
 class RoleChoice:

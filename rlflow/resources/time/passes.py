@@ -19,8 +19,6 @@ _PINNED = 20e9
 # Bytes per second that a host copies into its object store or out of it (176 MB, in and out, took 0.10 to 0.13 s on two
 # cores), bytes per second that it sends to others over TCP, and seconds until the first byte.
 _STORE_COPY, _STORE_TCP, _STORE_S = 3e9, 1.5e9, 5e-3
-# vLLM's log reports 1.5 s to fall asleep and 1.5 s to wake up; its weights are copied besides.
-ENGINE_WAKE_S = 3.0
 # Python time on the controller: of a step, and of collecting, decoding, scoring by rule and packing a sample and each
 # token of its response. 1,024 samples of 4 tokens took 0.08 s (benchmarks/RESULTS.md, "On a GPU"); published logs of
 # NeMo-RL have 4 s for 2,048 samples of about 3,200 tokens.

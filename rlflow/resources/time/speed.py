@@ -81,6 +81,11 @@ class Efficiency(Section):
     reward that runs programs or calls a service is not known in advance."""
     sync_s: Seconds = 1.0
     """Time of a weight sync, whatever its size: engines that wake, barriers."""
+    turn_s: Seconds = 0.1
+    """Time of a role to give up GPU memory that others need, and to take it again, whatever its size: calls, garbage
+    collection, waiting for kernels. An estimate; with a full garbage collection it was 0.48 s on one H200."""
+    sleep_gib_s: Seconds = 7e-3
+    """Time of vLLM to release a GiB of GPU memory and to map it again: 129 GiB took about 0.9 s on one H200."""
     process_gib: Annotated[float, Ge(0)] = 0.7
     """Host memory of a process without a model: the interpreter with its libraries. Counted on CPUs."""
     peak_tflops: Positive | None = None

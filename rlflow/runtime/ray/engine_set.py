@@ -24,7 +24,7 @@ from rlflow.runtime.ray.cluster.binding import BoundPlan
 from rlflow.runtime.ray.cluster.hosts import host_names
 from rlflow.runtime.ray.cluster.services import RayServices
 from rlflow.runtime.ray.engine_specs import is_on_gpu
-from rlflow.runtime.ray.gpu_turns import GpuTurns, gpu_neighbors, replaced_roles, sleeping_roles
+from rlflow.runtime.ray.gpu_turns import GpuTurns, gpu_neighbors, replaced_roles, roles_in_order, sleeping_roles
 from rlflow.runtime.ray.remote_objects import DividedNode, RemoteObjects
 from rlflow.runtime.ray.role_proxy import RoleProxy
 from rlflow.runtime.ray.role_workers import RoleWorkers
@@ -84,7 +84,8 @@ class RayEngines(Engines):
         self._plan, self._directory, self._workers = plan, directory, workers
         self._remote_objects, self.store_usage = remote_objects, store_usage
         self._services, self._watchdog = services, watchdog
-        self._turns = GpuTurns(workers, gpu_neighbors(plan), sleeping_roles(plan), replaced_roles(plan))
+        awake = {role for role, placement in plan.roles.items() if placement.layout.receives_awake}
+        self._turns = GpuTurns(workers, gpu_neighbors(plan), sleeping_roles(plan), replaced_roles(plan), awake)
         for role, role_workers in workers.items():
             self._turns.stopped(role)
             self[role] = self._proxy(role, role_workers)
@@ -110,14 +111,16 @@ class RayEngines(Engines):
             self._workers[role].start()
             self._turns.started(role)
 
-        neighbors, sleepers, declared = gpu_neighbors(self._plan), sleeping_roles(self._plan), self._plan.recipe.roles
-        independent = [role for role in roles if sleepers.isdisjoint({role, *neighbors[role]})]
+        declared, in_order = self._plan.recipe.roles, roles_in_order(self._plan)
+        taking_turns = {role for role, neighbors in gpu_neighbors(self._plan).items() if neighbors}
+        independent = [role for role in roles if role not in in_order]
         with ThreadPoolExecutor(len(roles) or 1) as pool:
             starting = [pool.submit(start, role) for role in independent]
             for role in sorted(set(roles) - set(independent), key=lambda role: declared[role].follows is None):
                 # One after another, those that generate first: vLLM measures the free memory, which must not change.
                 start(role)
-                self._turns.release(role)
+                if role in taking_turns:
+                    self._turns.release(role)
             wait_all(starting)
 
     def step_metrics(self, step: int) -> dict[str, float]:

@@ -24,14 +24,17 @@ class GpuTurns:
         neighbors: Mapping[str, Sequence[str]],
         sleepers: Collection[str] = (),
         replaced: Collection[str] = (),
+        receive_awake: Collection[str] = (),
     ) -> None:
-        """Start with all roles awake. ``neighbors`` lists for each role the others on its GPUs.
+        """Start with all roles awake. ``neighbors`` lists for each role the others that it takes turns with.
 
-        ``replaced`` are the roles whose weights a sync replaces before they first work.
+        ``replaced`` are the roles whose weights a sync replaces before they first work. Beside those that
+        ``receive_awake``, the role that sends weights keeps the memory that they went through.
         """
         self._workers = workers
         self._neighbors = neighbors
         self._sleepers = sleepers
+        self._receive_awake = receive_awake
         self._asleep: dict[str, Literal["completely", "except weights"]] = {}
         self._cached = set(workers)
         """Roles that may hold memory in torch's cache, which building an engine fills too."""
@@ -65,9 +68,7 @@ class GpuTurns:
         """Give the GPUs to a role that is about to work."""
         with self._lock:
             self._free_gpus(role)
-            if role in self._asleep:
-                self._call(role, "wake")
-                del self._asleep[role]
+            self._wake(role)
             self._cached.add(role)
 
     def release(self, role: str) -> None:
@@ -85,16 +86,21 @@ class GpuTurns:
                 self._asleep[role] = "except weights"
             elif role in self._cached and self._neighbors[role]:
                 self._call(role, "release_memory")
-            # The weights that it gathers, and the buffer that it sends them in, go through the cache.
-            self._cached.add(role)
+            self._cached.discard(role)
 
     def prepare_receiver(self, role: str) -> None:
         """Prepare a role to receive weights, beside the role that sends them."""
         with self._lock:
             self._free_gpus(role, except_role=self._sending)
-            if self._asleep.get(role) == "completely":
-                self._call(role, "wake", True)
-                self._asleep[role] = "except weights"
+            if role in self._receive_awake:
+                self._wake(role)
+            else:
+                if self._asleep.get(role) == "completely":
+                    self._call(role, "wake", True)
+                    self._asleep[role] = "except weights"
+                if self._sending is not None:
+                    # The weights that it gathers, and the buffer that it sends them in, go through the cache.
+                    self._cached.add(self._sending)
             self._cached.add(role)
 
     def weights_loaded(self, role: str) -> None:
@@ -104,6 +110,11 @@ class GpuTurns:
     def weights_expired(self, role: str) -> None:
         """Note that a sync replaces the role's weights before it works again, so that it may discard them."""
         self._expired.add(role)
+
+    def _wake(self, role: str) -> None:
+        if role in self._asleep:
+            self._call(role, "wake")
+            del self._asleep[role]
 
     def _free_gpus(self, role: str, except_role: str | None = None) -> None:
         # All give up their memory at the same time.
@@ -131,7 +142,23 @@ class GpuTurns:
 
 
 def gpu_neighbors(plan: Plan) -> dict[str, list[str]]:
-    """Return for each role the others that use one of its GPUs. On CPUs there is no GPU memory to release."""
+    """Return for each role the others that it takes turns with on one of its GPUs.
+
+    Roles that stay give up no memory, and on CPUs there is no GPU memory to give up.
+    """
+    shared = _roles_beside(plan)
+    return {role: [] if plan.roles[role].layout.stays else beside for role, beside in shared.items()}
+
+
+def roles_in_order(plan: Plan) -> set[str]:
+    """Return the roles that start one after another: those that sleep, vLLM, and the roles on the same GPUs."""
+    layouts = {role: placement.layout for role, placement in plan.roles.items()}
+    waits = {role for role, layout in layouts.items() if layout.sleeps or layout.gpu_memory_utilization is not None}
+    return {role for role, beside in _roles_beside(plan).items() if beside and waits & {role, *beside}}
+
+
+def _roles_beside(plan: Plan) -> dict[str, list[str]]:
+    """Return for each role the others on one of its GPUs; none on CPUs."""
     bundles = {role: set(placement.bundles) if is_on_gpu(plan) else set() for role, placement in plan.roles.items()}
     return {role: [other for other in bundles if other != role and bundles[role] & bundles[other]] for role in bundles}
 

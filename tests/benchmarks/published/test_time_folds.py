@@ -6,7 +6,6 @@ from benchmarks.published import steps, time_folds, times
 from benchmarks.published.batches import batch_of
 from benchmarks.published.cases import Case
 from rlflow.resources.planner.confidence import TimeKind
-from rlflow.resources.time.passes import ENGINE_WAKE_S
 from tests.benchmarks.published.test_memory import SAMPLED, case
 
 ALONE = {"n_gpus": "1", "gpus_per_node": "1", "grad_ckpt": "True", "train_backend": "hf trainer", "sharding": ""}
@@ -79,7 +78,7 @@ def test_lengths_follow_from_throughput_or_from_mfu() -> None:
 def test_a_colocated_step_has_the_parts_that_the_planner_counts() -> None:
     ((one,), _) = judge(mean_response_len="400")
     parts = one.step.parts
-    assert (parts["wake"], parts["host"]) == (ENGINE_WAKE_S, 0.1 + 2e-3 * 1024)
+    assert (parts["wake"], parts["host"]) == (3.0, 0.1 + 2e-3 * 1024)
 
 
 def test_widening_four_bits_takes_as_long_for_every_length() -> None:

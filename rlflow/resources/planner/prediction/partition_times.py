@@ -53,10 +53,12 @@ class PartitionTimes:
         for node, reading_s in reading.items():
             seconds[node] += reading_s
         for sync in self._inputs.workload.copies:
-            source, target = (
-                uses[self._pool_of[role]].choices[role].layout.num_gpus for role in (sync.source, sync.target)
-            )
-            seconds[sync.node] = self._sync_seconds(sync, source, target)
+            source, target = (uses[self._pool_of[role]].choices[role].layout for role in (sync.source, sync.target))
+            seconds[sync.node] = self._sync_seconds(sync, source.num_gpus, target.num_gpus)
+            if self._pool_of[sync.source] == self._pool_of[sync.target] and target.sleeps and not target.receives_awake:
+                # The role that sends gives up its memory before and after.
+                efficiency = self._inputs.host_set(self._partition[self._pool_of[sync.source]]).speed.efficiency
+                seconds[sync.node] += efficiency.turn_s
         return seconds
 
     def _seconds_of_data(self, gpus: tuple[int, ...]) -> tuple[Mapping[str, float], Mapping[str, float]]:

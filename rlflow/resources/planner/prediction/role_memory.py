@@ -9,7 +9,7 @@ from rlflow.resources.demand import Demand
 from rlflow.resources.layout import GIB, Layout
 from rlflow.resources.memory.overheads import Sharp, asleep_terms, process_terms, sync_terms
 from rlflow.resources.memory.phases import host_terms, score_terms, update_terms
-from rlflow.resources.memory.state import Terms, TrainingMemory, persistent_buffers, state_terms
+from rlflow.resources.memory.state import Terms, TrainingMemory, persistent_buffers, state_terms, total_gib
 from rlflow.resources.models.architecture import Architecture
 from rlflow.resources.planner.confidence import MEMORY_BANDS, Band, kind_of
 from rlflow.resources.planner.pools import Pool, RoleChoice
@@ -121,9 +121,15 @@ def sync_memory(
         packed_bytes=max(training.weights, source.weight_bytes) if packed else None,
         sharp=sharp,
     )
+    if same_gpus and (layout.stays or choices[sync.target].layout.receives_awake):
+        # The engine holds all that it ever does, and so does a role that stays.
+        terms = {term: gib for term, gib in terms.items() if not term.startswith(("engine", "graphs"))} | {
+            "engine": total_gib(choices[sync.target].awake),
+            "engine buffer": terms.get("engine buffer", 0.0),
+        }
     # A sleeping role wakes with its weights alone.
-    stays = {} if layout.sleeps else {term: choice.idle.get(term, 0.0) for term in ("gradients", "optimizer")}
-    return terms | stays
+    held = choice.idle if layout.stays else {name: choice.idle.get(name, 0.0) for name in ("gradients", "optimizer")}
+    return terms if layout.sleeps else {**terms, **held}
 
 
 def sync_needs(

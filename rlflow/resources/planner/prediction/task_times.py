@@ -6,10 +6,11 @@ from math import ceil
 
 from rlflow.resources.demand import Demand
 from rlflow.resources.layout import GIB, Layout
+from rlflow.resources.memory.state import total_gib
 from rlflow.resources.models.lora import adapter_parameters, adapter_tensors
+from rlflow.resources.planner.pools import Pool, RoleChoice
 from rlflow.resources.time.decoding import Generation, Requests, decoder_of, generation
 from rlflow.resources.time.passes import (
-    ENGINE_WAKE_S,
     Kernels,
     PassBatch,
     host_seconds,
@@ -23,26 +24,42 @@ from rlflow.resources.workload import Task, Workload
 
 # vLLM's default for a batch on GPUs of 70 GiB and more (EngineArgs.get_batch_defaults).
 MAX_NUM_SEQS = 1024
+# Time of each tensor that goes to an engine on the same GPU by CUDA IPC: copies of 0.5B took 0.12 s more than those of
+# a tiny model on one H200, with 240 tensors more.
+_LOCAL_TENSOR_S = 0.5e-3
 DEFAULT_NUM_SEQS = 256
 """Sequences that an engine generates at once where its memory is not planned."""
 
 
 def task_seconds(
-    demand: Demand, tasks: Sequence[Task], layout: Layout, speed: Speed, *, kv_tokens: float, moved_gib: float = 0.0
+    demand: Demand, tasks: Sequence[Task], layout: Layout, speed: Speed, *, kv_tokens: float
 ) -> dict[str, float]:
-    """Return the seconds of each node of a role.
+    """Return the seconds of each node of a role, whose engines have a KV cache of ``kv_tokens`` each.
 
-    ``kv_tokens`` is the KV cache of one engine, ``moved_gib`` the state that a sleeping role moves to the host, for
-    each GPU. A model without figures takes no time.
+    A model without figures takes no time.
     """
     if demand.architecture is None:
         return {task.node: 0.0 for task in tasks}
     speed = speed.of_engine(demand.engine)
-    seconds = {task.node: _seconds_of(demand, task, layout, speed, kv_tokens) for task in tasks}
-    if layout.sleeps and tasks:
-        # State moves from the host before the first task, and back after the last.
-        seconds[tasks[0].node] += 2 * offload_seconds(moved_gib * GIB) + (ENGINE_WAKE_S if demand.job == "serve" else 0)
-    return seconds
+    return {task.node: _seconds_of(demand, task, layout, speed, kv_tokens) for task in tasks}
+
+
+def with_turn(choice: RoleChoice, demand: Demand, pool: Pool) -> RoleChoice:
+    """Add the time in which a role gives up GPU memory for others, once in a step, and takes it again.
+
+    The state of a role that trains or scores, and sleeps, moves to the host and back. That of an engine is discarded.
+    """
+    first = next(iter(choice.seconds), None)
+    if first is None or not pool.takes_turns(choice.layout):
+        return choice
+    efficiency = pool.host_set.speed.of_engine(demand.engine).efficiency
+    seconds = efficiency.turn_s
+    if choice.layout.sleeps and demand.job == "serve":
+        seconds += efficiency.sleep_gib_s * max(0.0, total_gib(choice.awake) - total_gib(choice.idle))
+    elif choice.layout.sleeps:
+        state = sum(choice.awake.get(term, 0.0) for term in ("weights", "gradients", "optimizer"))
+        seconds += 2 * offload_seconds(state * GIB)
+    return replace(choice, seconds={**choice.seconds, first: choice.seconds[first] + seconds})
 
 
 def _seconds_of(demand: Demand, task: Task, layout: Layout, speed: Speed, kv_tokens: float) -> float:
@@ -163,5 +180,5 @@ def weight_sync_seconds(
     size = parameters * target.weight_bytes
     # Processes on a CPU share none of its memory.
     if same_gpus and source_gpus == target_gpus == 1 and not (speed.is_cpu and target.own_process):
-        return 2 * size / speed.memory
+        return 2 * size / speed.memory + tensors * _LOCAL_TENSOR_S * target.own_process
     return sync_seconds(size, source_gpus, target_gpus, speed, same_gpus=same_gpus, tensors=tensors)

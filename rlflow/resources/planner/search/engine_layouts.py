@@ -3,18 +3,20 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import floor, inf
+from math import ceil, floor, inf
 
 from rlflow.resources.demand import Demand
 from rlflow.resources.layout import Layout
-from rlflow.resources.memory.phases import StepLimits, generate_memory
+from rlflow.resources.memory.phases import EngineMemory, StepLimits, generate_memory
 from rlflow.resources.memory.state import Terms
 from rlflow.resources.planner.pools import Pool, RoleChoice, Shortage
-from rlflow.resources.planner.prediction.task_times import MAX_NUM_SEQS, task_seconds
+from rlflow.resources.planner.prediction.task_times import MAX_NUM_SEQS, task_seconds, with_turn
 from rlflow.resources.planner.search.degrees import CPU_MICRO_BATCH_TOKENS, group_sizes, pipeline_stages, with_copies
 from rlflow.resources.workload import Task
 
 _MAX_UTILIZATION = 0.9
+# What an engine may need besides its KV cache, as a factor of the prediction: an estimate.
+_ENGINE_ERROR = 1.1
 # Pipeline stages that are tried where they are open.
 _STAGES = (2, 4, 8)
 
@@ -82,12 +84,18 @@ class EngineOption:
         return self._seconds(inf)
 
     def choose(self, available: float) -> RoleChoice | Shortage:
-        """Return the choice with ``gpu_memory_utilization`` as pinned, or with all that is left in steps of 0.05."""
+        """Return the choice with ``gpu_memory_utilization`` as pinned, or in steps of 0.05.
+
+        That is all that is left on GPUs of its own, and otherwise no more than its samples need: each turn on shared
+        GPUs releases the KV cache and takes it again.
+        """
         demand, layout, memory_gib = self.demand, self.layout, self.pool.host_set.memory_gib
         if demand.architecture is None or memory_gib is None:
             return RoleChoice(layout, "generate", {}, self.idle, self.seconds)
         wanted = demand.pins.gpu_memory_utilization
         left = min(_MAX_UTILIZATION, floor(available / memory_gib * 20 + 1e-9) / 20)
+        if wanted == "auto" and self.pool.is_shared and "tensor" in demand.parallel:
+            left = min(left, self._needed_share)
         share = left if wanted == "auto" else wanted
         if share <= 0:
             return Shortage(demand.role, -available, "the other roles on its GPUs leave no memory")
@@ -101,22 +109,13 @@ class EngineOption:
 
     def _serve(self, share: float) -> RoleChoice | Shortage:
         """Return the choice with a ``gpu_memory_utilization``."""
-        demand, host_set, tasks = self.demand, self.pool.host_set, self.tasks
-        model, memory_gib = demand.architecture, host_set.memory_gib
+        demand, tasks = self.demand, self.tasks
+        model, memory_gib = demand.architecture, self.pool.host_set.memory_gib
         assert model is not None
         assert memory_gib is not None
         layout = replace(self.layout, gpu_memory_utilization=share)
-        memory = generate_memory(
-            model,
-            layout,
-            memory_gib,
-            StepLimits(max_num_seqs=MAX_NUM_SEQS),
-            weight_bytes=demand.weight_bytes,
-            lora=demand.follows_lora,
-            sharp=host_set.sharp,
-        )
-        longest = max((task.longest for task in tasks), default=1)
-        states = model.state_tokens(layout.tensor_parallel_size)
+        memory = self._memory(share)
+        longest, states = self._longest, model.state_tokens(layout.tensor_parallel_size)
         if memory.kv_tokens < longest + states:
             rest = sum(gib for term, gib in memory.terms.items() if term != "kv")
             lacks = f"{rest:.0f} GiB on each GPU before the KV cache"
@@ -125,15 +124,52 @@ class EngineOption:
             return Shortage(demand.role, rest - share * memory_gib, what)
         seconds = self._seconds(memory.kv_tokens)
         typical = max((task.typical_length for task in tasks), default=1.0)
-        sequences = max((task.samples / layout.data_parallel_size for task in tasks), default=1.0)
-        concurrency = min(sequences, MAX_NUM_SEQS, memory.kv_tokens / (typical + states))
+        sequences = self._sequences
+        concurrency = min(sequences, memory.kv_tokens / (typical + states))
         terms = memory.terms
         if "tensor" not in demand.parallel:
             # Its KV cache grows with what it generates.
             layout = replace(layout, gpu_memory_utilization=None)
-            filled = min(sequences, MAX_NUM_SEQS) * (longest + states) / memory.kv_tokens
+            filled = sequences * (longest + states) / memory.kv_tokens
             terms = terms | {"kv": terms["kv"] * min(1.0, filled)}
-        return RoleChoice(layout, "generate", terms, self.idle, seconds, memory.kv_tokens, concurrency)
+        choice = RoleChoice(layout, "generate", terms, self.idle, seconds, memory.kv_tokens, concurrency)
+        return with_turn(choice, demand, self.pool)
+
+    @cached_property
+    def _needed_share(self) -> float:
+        """Return the ``gpu_memory_utilization`` whose KV cache holds all samples, each as long as the longest."""
+        model, memory_gib = self.demand.architecture, self.pool.host_set.memory_gib
+        assert model is not None
+        assert memory_gib is not None
+        memory = self._memory(1.0)
+        tokens = self._sequences * (self._longest + model.state_tokens(self.layout.tensor_parallel_size))
+        besides = sum(gib for term, gib in memory.terms.items() if term != "kv")
+        needed = _ENGINE_ERROR * besides + (memory_gib - besides) * tokens / max(1.0, memory.kv_tokens)
+        return ceil(needed / memory_gib * 20 - 1e-9) / 20
+
+    @cached_property
+    def _longest(self) -> int:
+        return max((task.longest for task in self.tasks), default=1)
+
+    @cached_property
+    def _sequences(self) -> float:
+        """Return the most sequences of an engine at the same time."""
+        shares = (task.samples / self.layout.data_parallel_size for task in self.tasks)
+        return min(MAX_NUM_SEQS, max(shares, default=1.0))
+
+    def _memory(self, share: float) -> EngineMemory:
+        demand, host_set = self.demand, self.pool.host_set
+        assert demand.architecture is not None
+        assert host_set.memory_gib is not None
+        return generate_memory(
+            demand.architecture,
+            replace(self.layout, gpu_memory_utilization=share),
+            host_set.memory_gib,
+            StepLimits(max_num_seqs=MAX_NUM_SEQS),
+            weight_bytes=demand.weight_bytes,
+            lora=demand.follows_lora,
+            sharp=host_set.sharp,
+        )
 
     def _seconds(self, kv_tokens: float) -> Mapping[str, float]:
         return task_seconds(self.demand, self.tasks, self.layout, self.pool.host_set.speed, kv_tokens=kv_tokens)

@@ -10,7 +10,7 @@ from rlflow.resources.layout import Layout
 from rlflow.resources.memory.state import Terms, total_gib
 from rlflow.resources.planner.pools import Pool, RoleChoice, Shortage
 from rlflow.resources.planner.prediction.role_memory import largest_micro_batch, working_terms
-from rlflow.resources.planner.prediction.task_times import task_seconds
+from rlflow.resources.planner.prediction.task_times import task_seconds, with_turn
 from rlflow.resources.planner.search.degrees import (
     CPU_MICRO_BATCH_TOKENS,
     group_sizes,
@@ -72,7 +72,7 @@ class ModelOption:
 
     @cached_property
     def seconds(self) -> Mapping[str, float]:
-        """Return the time of each node with the largest micro-batch that the role can use."""
+        """Return the time of each node with the largest micro-batch that the role can use, without turns."""
         return self._seconds(self._most)
 
     def choose(self, available: float) -> RoleChoice | Shortage:
@@ -86,10 +86,16 @@ class ModelOption:
         tokens = self._most
         if self._least < tokens:
             tokens = largest_micro_batch(self._gib, self._least, tokens, available)
+        return self.with_tokens(tokens)
+
+    def with_tokens(self, most: int) -> RoleChoice:
+        """Return the choice with at most so many tokens in a micro-batch, but with the longest sequence."""
+        tokens = max(min(self._least, self._most), min(most, self._most))
         layout = replace(self.layout, micro_batch_tokens=tokens)
         awake = self._terms(max(self._longest_expected, tokens))
         seconds = self.seconds if tokens == self._most else self._seconds(tokens)
-        return RoleChoice(layout, "update" if self.demand.job == "train" else "score", awake, self.idle, seconds)
+        phase = "update" if self.demand.job == "train" else "score"
+        return with_turn(RoleChoice(layout, phase, awake, self.idle, seconds), self.demand, self.pool)
 
     @cached_property
     def _longest_expected(self) -> int:
@@ -128,8 +134,5 @@ class ModelOption:
         return total_gib(self._terms(tokens))
 
     def _seconds(self, tokens: int) -> Mapping[str, float]:
-        layout, moved = replace(self.layout, micro_batch_tokens=tokens), 0.0
-        if layout.sleeps:
-            awake = self._terms(max(self._longest_expected, tokens))
-            moved = sum(awake.get(term, 0.0) for term in ("weights", "gradients", "optimizer"))
-        return task_seconds(self.demand, self.tasks, layout, self.pool.host_set.speed, kv_tokens=inf, moved_gib=moved)
+        layout = replace(self.layout, micro_batch_tokens=tokens)
+        return task_seconds(self.demand, self.tasks, layout, self.pool.host_set.speed, kv_tokens=inf)

@@ -12,6 +12,7 @@ from rlflow.resources.planner.pools import Pool, PoolUse, RoleChoice, Shortage
 from rlflow.resources.planner.prediction.role_memory import available_gib, host_memory, memory_band, sync_needs
 from rlflow.resources.planner.search.degrees import PoolPolicy, base_layout
 from rlflow.resources.planner.search.layout_search import LayoutSearch
+from rlflow.resources.planner.search.staying import with_fewer_turns
 from rlflow.resources.workload import Workload
 
 _OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "weights")
@@ -51,7 +52,8 @@ def best_use(pool: Pool, workload: Workload, searches: LayoutSearches) -> PoolUs
     """Return the fastest way in which all roles of a pool fit together, or the shortage of the nearest one.
 
     What roles keep on the GPUs while others work is decided for the whole pool, then each role's own layout. Offloading
-    is tried only where nothing fits safely without it, and taken only where the plan is safer with it.
+    is tried only where nothing fits safely without it, and taken only where the plan is safer with it. In the
+    end, roles keep what fits on the GPUs anyway.
     """
     shortages: list[Shortage] = []
     best: PoolUse | None = None
@@ -70,7 +72,9 @@ def best_use(pool: Pool, workload: Workload, searches: LayoutSearches) -> PoolUs
             break
         if not any(demand.job == "train" and "data" in demand.parallel for demand in pool.demands):
             break
-    return best or min(shortages, key=lambda shortage: shortage.gib)
+    if best is None:
+        return min(shortages, key=lambda shortage: shortage.gib)
+    return with_fewer_turns(pool, best, workload, _sync_margin)
 
 
 def _policies(pool: Pool, offload: Offload) -> Iterator[PoolPolicy]:

@@ -1,5 +1,6 @@
 """Roles that share GPUs: who is awake, and that the others hold no memory that they do not need."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -35,6 +36,7 @@ class Spy:
     concurrent = False
     beside: "list[Spy]" = field(default_factory=list)
     sleeper: bool = False
+    receives_awake: bool = False
     cached: bool = True
     weights: str = "here"
     """The place of the weights: "here", "away" (in the host's memory) or "lost"."""
@@ -85,7 +87,10 @@ class Spy:
         assert isinstance(source, Spy)
         assert source.weights == "here"
         self._has_the_gpus(but_weights=True)
-        self.weights, self.cached, source.cached = "here", True, True
+        assert self.rest == (self.receives_awake or not self.sleeper)
+        self.weights, self.cached = "here", True
+        # The plan counts buffers that stay beside a role that is awake.
+        source.cached = not self.receives_awake
         self.log.append(f"{source.role} to {self.role}")
 
     def _has_the_gpus(self, but_weights: bool = False) -> None:
@@ -117,13 +122,16 @@ def spies(plan: Plan) -> Iterator[tuple[RayEngines, Mapping[str, Spy], list[str]
     log: list[str] = []
     found = {role: Spy(role, set(placed.bundles), log) for role, placed in plan.roles.items()}
     for spy in found.values():
-        spy.beside = [other for other in found.values() if other is not spy and other.gpus & spy.gpus]
-        spy.sleeper = bool(spy.beside) and plan.roles[spy.role].layout.sleeps
+        layout = plan.roles[spy.role].layout
+        turns = [other for other in found.values() if not plan.roles[other.role].layout.stays]
+        spy.beside = [other for other in turns if other is not spy and spy in turns and other.gpus & spy.gpus]
+        spy.sleeper, spy.receives_awake = bool(spy.beside) and layout.sleeps, layout.receives_awake
     workers: Any = found
     engines = RayEngines(plan, Path(), workers, Mock(), Mock(), Mock(), Mock())
-    for role in plan.roles:
+    for role, spy in found.items():
         engines._turns.started(role)
-        engines._turns.release(role)
+        if spy.beside:
+            engines._turns.release(role)
     yield engines, found, log
 
 
@@ -139,6 +147,7 @@ PLANS = [
     ("ppo_7b", "1x8@a100_40gb", []),
     ("grpo_lora_32b", "2x8", []),
     ("grpo_7b", "1x1@b200", ["roles.actor.engine=torch"]),
+    ("grpo_7b", "1x8@b200", []),
 ]
 
 
@@ -163,6 +172,35 @@ def test_caches_are_released_at_every_hand_over(recipe: str, cluster: str, overr
 
 
 GIVE_UP = ("release_memory", "sleep", "sleep True")
+
+
+def calls_of_a_step(recipe: str, cluster: str) -> Counter[str]:
+    """Count the calls by which roles give up memory and take it again in a step, after the first."""
+    plan = rlflow.compile(load(f"recipe={recipe}"), cluster)
+    with spies(plan) as (engines, _, log):
+        graph = working(plan.graph)
+        sync_followers(plan, engines, version=0)
+        for step in (1, 2):
+            log.clear()
+            GraphRunner(graph, engines).run(graph, {}, ends_step=True)
+            sync_followers(plan, engines, version=step)
+        return Counter(line for line in log if line.split()[1] in (*GIVE_UP, "wake"))
+
+
+def test_roles_that_fit_side_by_side_give_up_nothing() -> None:
+    assert calls_of_a_step("grpo_tiny_cluster", "1x1@h200") == {}
+
+
+def test_roles_that_take_turns_give_up_memory_once_in_a_step() -> None:
+    once = {"actor release_memory": 1, "reference release_memory": 1, "rollout sleep True": 1, "rollout wake": 1}
+    assert calls_of_a_step("grpo_7b", "1x8@b200") == once
+
+
+def test_where_buffers_do_not_fit_beside_the_engine_weights_come_first() -> None:
+    """The role that sends gives up its memory before and after, and the engine wakes in two parts."""
+    calls = calls_of_a_step("grpo_7b", "1x8")
+    assert calls.pop("reference release_memory") == calls.pop("rollout sleep True") == 1
+    assert calls == {"actor release_memory": 2, "rollout wake True": 1, "rollout wake": 1}
 
 
 def test_which_roles_sleep_and_which_release_memory() -> None:

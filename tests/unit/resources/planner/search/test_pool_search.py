@@ -1,22 +1,23 @@
 """The best use of one pool."""
 
+from rlflow.resources.models.architecture import Architecture
 from rlflow.resources.planner.hosts import select_hosts
 from rlflow.resources.planner.pools import Pool, PoolShape, PoolUse, Shortage
 from rlflow.resources.planner.search.pool_search import LayoutSearches, best_use
-from tests.unit.resources.planner.planning import SEVEN_B, cluster, demand, workload
+from tests.unit.resources.planner.planning import SEVEN_B, SMALL, cluster, demand, workload
 
 
-def pool(gpus: int, *roles: str) -> Pool:
+def pool(gpus: int, *roles: str, model: Architecture = SEVEN_B) -> Pool:
     on = cluster(8)
     return Pool(
-        demands=tuple(demand(role, SEVEN_B) for role in roles),
+        demands=tuple(demand(role, model) for role in roles),
         shape=PoolShape(((gpus, 1),), gpus),
         host_set=select_hosts(on, (), {}),
     )
 
 
-def used(gpus: int, *roles: str, longest: int = 4096) -> PoolUse | Shortage:
-    made = pool(gpus, *roles)
+def used(gpus: int, *roles: str, longest: int = 4096, model: Architecture = SEVEN_B) -> PoolUse | Shortage:
+    made = pool(gpus, *roles, model=model)
     work = workload(made.demands, longest=longest)
     return best_use(made, work, LayoutSearches(work))
 
@@ -37,6 +38,23 @@ def test_what_every_role_needs_beside_the_others_fits() -> None:
     for role, choice in found.choices.items():
         beside = sum(gib for other, gib in idle.items() if other != role)
         assert sum(choice.awake.values()) + beside <= 79.6
+
+
+def test_roles_stay_where_all_that_they_ever_hold_fits() -> None:
+    roles = ("actor", "reference", "rollout")
+    staying, in_turns = used(1, *roles, model=SMALL), used(4, *roles)
+    assert isinstance(staying, PoolUse)
+    assert isinstance(in_turns, PoolUse)
+    assert all(choice.layout.stays and not choice.layout.sleeps for choice in staying.choices.values())
+    assert not any(choice.layout.stays for choice in in_turns.choices.values())
+    for choice in staying.choices.values():
+        assert sum(choice.idle.values()) == sum(choice.awake.values()) > 0
+    rollout = staying.choices["rollout"]
+    # All 256 samples at their longest, in the smallest share of the GPU.
+    assert rollout.kv_tokens >= 256 * 4096
+    assert rollout.layout.gpu_memory_utilization == 0.05
+    # Nobody may stay where that only fits if the prediction is exact.
+    assert sum(sum(choice.idle.values()) for choice in staying.choices.values()) * 1.14 <= 79.1
 
 
 def test_host_memory_bounds_what_sleeps_there() -> None:

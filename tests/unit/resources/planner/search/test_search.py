@@ -194,7 +194,7 @@ def test_more_hosts_never_make_a_slower_plan() -> None:
 
 @pytest.mark.slow
 def test_of_very_many_that_are_as_fast_not_all_are_placed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four roles whose step is the latency of a copy."""
+    """Four roles whose step is the latency of a copy to other GPUs."""
     placed: list[Candidate] = []
     place_one = Search._place
 
@@ -203,7 +203,7 @@ def test_of_very_many_that_are_as_fast_not_all_are_placed(monkeypatch: pytest.Mo
         return place_one(of, candidate)
 
     monkeypatch.setattr(Search, "_place", noted)
-    demands = [demand(role) for role in ("actor", "critic", "reference", "rollout")]
+    demands = [*(demand(role) for role in ("actor", "critic", "reference")), demand("rollout", colocate=())]
     searched = search(demands, cluster(8, 8), longest=32, samples=64)
     assert searched.best() is not None
     seconds = [each.schedule.step_seconds for each in searched.candidates()]
