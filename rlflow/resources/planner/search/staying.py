@@ -72,7 +72,8 @@ def _receiving_awake(pool: Pool, use: PoolUse, workload: Workload, sync_margin: 
 
 def _staying(demand: Demand, choice: RoleChoice, pool: Pool, workload: Workload, tokens: int) -> RoleChoice:
     """Return a role's choice with at most so many tokens in a micro-batch, which holds its memory all the time."""
-    layout, tasks, model = replace(choice.layout, sleeps=False, stays=True), workload.of(demand.role), demand.architecture
+    tasks, model = workload.of(demand.role), demand.architecture
+    layout = replace(choice.layout, sleeps=False, stays=True)
     if demand.job == "serve" or model is None:
         seconds = task_seconds(demand, tasks, layout, pool.host_set.speed, kv_tokens=choice.kv_tokens)
         return replace(choice, layout=layout, idle=choice.awake, seconds=seconds)
