@@ -6,7 +6,6 @@ from math import ceil
 
 from rlflow.resources.demand import Demand
 from rlflow.resources.layout import GIB, Layout
-from rlflow.resources.memory.state import total_gib
 from rlflow.resources.models.lora import adapter_parameters, adapter_tensors
 from rlflow.resources.planner.pools import Pool, RoleChoice
 from rlflow.resources.time.decoding import Generation, Requests, decoder_of, generation
@@ -54,11 +53,10 @@ def with_turn(choice: RoleChoice, demand: Demand, pool: Pool) -> RoleChoice:
         return choice
     efficiency = pool.host_set.speed.of_engine(demand.engine).efficiency
     seconds = efficiency.turn_s
-    if choice.layout.sleeps and demand.job == "serve":
-        seconds += efficiency.sleep_gib_s * max(0.0, total_gib(choice.awake) - total_gib(choice.idle))
-    elif choice.layout.sleeps:
-        state = sum(choice.awake.get(term, 0.0) for term in ("weights", "gradients", "optimizer"))
-        seconds += 2 * offload_seconds(state * GIB)
+    if choice.layout.sleeps:
+        state = sum(choice.awake.get(term, 0.0) for term in ("weights", "gradients", "optimizer", "kv"))
+        is_engine = demand.job == "serve"
+        seconds += efficiency.sleep_gib_s * state if is_engine else 2 * offload_seconds(state * GIB)
     return replace(choice, seconds={**choice.seconds, first: choice.seconds[first] + seconds})
 
 
