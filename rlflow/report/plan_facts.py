@@ -76,7 +76,7 @@ def _run(plan: Plan) -> str:
 
 
 def describe_sharing(plan: Plan) -> list[str]:
-    """Say of roles that share GPUs whether they keep their memory there; nothing on CPUs."""
+    """Describe whether roles that share GPUs keep their memory there; return nothing on CPUs."""
     lines = []
     for pool in plan.prediction.pools if plan.prediction.verdict is not None else ():
         if len(pool.roles) > 1:

@@ -15,7 +15,7 @@ from rlflow.resources.planner.search.degrees import CPU_MICRO_BATCH_TOKENS, grou
 from rlflow.resources.workload import Task
 
 _MAX_UTILIZATION = 0.9
-# What an engine may need besides its KV cache, as a factor of the prediction: an estimate.
+# The memory of an engine besides its KV cache, at most, over the predicted one: an estimate.
 _ENGINE_ERROR = 1.1
 # Pipeline stages that are tried where they are open.
 _STAGES = (2, 4, 8)

@@ -1,4 +1,4 @@
-"""What roles that share GPUs need not give up: all of their memory where everything fits side by side, or a part."""
+"""Pools whose roles need not give up memory: all of it where everything fits side by side, or a part."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
