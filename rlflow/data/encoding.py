@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 _MAX_CHARACTERS = 2**23
 """Characters of a prompt that is encoded. A longer one is too long for every model, and would take minutes."""
 
+_MESSAGES_AS_TEXT = re.compile(r"\s*\[\s*\{\s*['\"](role|content|from|value)['\"]\s*:")
+
 Rows = Sequence[Mapping[str, Any]]
 Split = Literal["split", "eval_split"]
 T = TypeVar("T")
@@ -175,6 +177,10 @@ def _encode_prompts(data: Data, tokenizer: "PreTrainedTokenizerBase", rows: Rows
     if data.system_prompt is not None and not tokenizer.chat_template:
         fact = "needs a chat template, and the tokenizer has none"
         raise RecipeError("data.system_prompt", fact, fix="data.system_prompt=null, and instructions in the prompts")
+    for row, prompt in enumerate(column):
+        if isinstance(prompt, str) and _MESSAGES_AS_TEXT.match(prompt):
+            fact = f"has a prompt that is the text of a list of messages ({prompt[:80]})"
+            raise _row_error(data, row, fact, fix="save the messages as a list, in a JSON or Parquet file")
     for option in data.template_options:
         # A template ignores arguments that it does not know, so that a wrong name would change nothing.
         if not re.search(rf"\b{re.escape(option)}\b", str(tokenizer.chat_template or "")):

@@ -6,6 +6,7 @@ wrong numbers. It is therefore recognised by its parameters, and called in its o
 
 import asyncio
 import atexit
+import dis
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -76,7 +77,7 @@ def check_own_style(name: str, function: Callable[..., Any]) -> None:
 
 
 def check_style(name: str, function: Callable[..., Any], style: Style, options: Mapping[str, Any]) -> list[Sources]:
-    """Return the columns that the function cannot do without: for each, all that may stand in for it.
+    """Return the columns that the function reads and has no default for: for each, all that may stand in for it.
 
     Raises RecipeError, its path relative to a term of a reward, for a function that the style cannot call.
     """
@@ -94,7 +95,7 @@ def check_style(name: str, function: Callable[..., Any], style: Style, options: 
         and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
         and parameter.name not in options
     ]
-    if style.passes_columns and "trainer_state" not in options and _reads(function, "trainer_state"):
+    if style.passes_columns and ("trainer_state" in parameters or _reads(function, "trainer_state")):
         fact = f"'{name}' reads 'trainer_state', and there is no trainer of TRL here"
         raise RecipeError("function", fact, fix="remove 'trainer_state', with what follows from it")
     columns = [parameter for parameter in required if parameter not in style.passed]
@@ -102,8 +103,8 @@ def check_style(name: str, function: Callable[..., Any], style: Style, options: 
     if unknown:
         fact = f"'{name}' needs '{unknown[0]}', which it does not receive here"
         raise RecipeError("function", fact, fix=f"give it a default, or options: {{{unknown[0]}: VALUE}}")
-    passed = [_SOURCES[parameter] for parameter in required if parameter in style.passed and parameter in _SOURCES]
-    return [*passed, *((column,) for column in columns)]
+    read = [parameter for parameter in required if parameter in style.passed and _reads(function, parameter)]
+    return [*(_SOURCES[parameter] for parameter in read if parameter in _SOURCES), *((column,) for column in columns)]
 
 
 def missing_column(columns: Sequence[Sources], row: Row) -> Failure | None:
@@ -146,10 +147,11 @@ def _event_loop() -> asyncio.AbstractEventLoop:
 
 
 def _reads(function: Callable[..., Any], name: str) -> bool:
-    """Return whether the function has a parameter of that name, even one with a default, or takes it out of others."""
+    """Return whether the function's own code uses the parameter, or takes an argument of this name out of others."""
     target = inspect.unwrap(function.func if isinstance(function, partial) else function)
     code = getattr(target, "__code__", None) or getattr(type(target).__call__, "__code__", None)
-    return name in inspect.signature(function).parameters or name in getattr(code, "co_consts", ())
+    arguments = [step.argval for step in dis.get_instructions(code)] if code else [name]
+    return any(name == argument or (isinstance(argument, tuple) and name in argument) for argument in arguments)
 
 
 def _takes_all(function: Callable[..., Any]) -> bool:
@@ -250,6 +252,8 @@ def _numbers(values: Any) -> Any:
 
 # The columns that an argument may come from.
 _SOURCES: Mapping[str, Sources] = {
+    "data_source": ("data_source",),
+    "data_sources": ("data_source",),
     "ground_truth": ("ground_truth", "reward_model.ground_truth", "answer"),
     "ground_truths": ("ground_truth", "reward_model.ground_truth", "answer"),
     "labels": ("label", "answer"),

@@ -1,5 +1,6 @@
 """Rows whose prompts are lists of messages."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,9 @@ def test_a_system_prompt_needs_a_chat_template(tmp_path: Path) -> None:
         ({"prompt": "1", "response": {"text": "1"}}, "has a 'response' that is neither a text nor a conversation"),
         ({"prompt": [{"from": "tool", "value": "1"}], "response": "1"}, "has a prompt that is neither a text nor a"),
         ({"prompt": [{"role": "user", "content": [{"type": "image"}]}], "response": "1"}, "has a message whose"),
+        ({"prompt": str([USER]), "response": "1"}, "has a prompt that is the text of a list of messages"),
+        ({"prompt": ' [{"content": "1"}]', "response": "1"}, "has a prompt that is the text of a list of messages"),
+        ({"prompt": json.dumps(SHAREGPT), "response": "1"}, "has a prompt that is the text of a list of messages"),
     ],
 )  # fmt: skip
 def test_values_that_are_not_text_are_refused(tmp_path: Path, row: dict[str, Any], fact: str) -> None:

@@ -95,6 +95,10 @@ def verl_options(data_source, solution_str, ground_truth, extra_info=None, bonus
     return float(solution_str == ground_truth) + bonus
 
 
+def verl_short(data_source, solution_str, ground_truth, extra_info=None):  # type: ignore[no-untyped-def]
+    return -len(solution_str)
+
+
 async def verl_async(data_source, solution_str, ground_truth, extra_info=None):  # type: ignore[no-untyped-def]
     await asyncio.sleep(0)
     return {"score": float(len(solution_str))}

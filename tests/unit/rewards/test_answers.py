@@ -34,6 +34,10 @@ NUMBER: list[tuple[Any, str, str]] = [
     ("1,200.50", "$1200.5", "200.5"),
     ("3", "version 1.2.3", "0.3"),
     (7, "7.0 in all", "70"),
+    ("#### 42", "2+40=42\n#### 42\nI used 2 numbers.", "2+40=42\n#### 2\nIt is 42."),
+    ("42", r"so \boxed{42}, after 3 steps", r"so \boxed{3}, not 42"),
+    ("42", "#### Step 3\n6 times 7 is 42", "#### Step 42\n6 times 7 is 3"),
+    ("1200", "#### 1,200.\nIn 2 steps.", "#### 1.\nIt is 1200"),
 ]
 MATH: list[tuple[Any, str, str]] = [
     (["1/2", "2"], r"\boxed{2}", r"\boxed{12}"),

@@ -84,6 +84,7 @@ def test_a_completion_of_a_conversation_is_a_message() -> None:
         (functions.verl_options, {"options": {"bonus": 0.5}}, [1.5, 0.5]),
         (functions.verl_async, {}, [Scored(1, {}), Scored(2, {})]),
         (functions.verl_bool, {}, [1, 0]),
+        (functions.verl_short, {}, [-1, -2]),
         (functions.verl_lists, {"style": "verl_batch"}, [1, 0]),
     ],
 )

@@ -51,6 +51,7 @@ def refused(plan: Plan, rows: Sequence[Mapping[str, Any]], held_out: Any = None)
         (RewardTerm(function=f"{FUNCTIONS}:trl_by_task", style="trl"), RIGHT, "found no 'task' in the row"),
         (RewardTerm(function=f"{FUNCTIONS}:trl_other_column", style="trl"), RIGHT, "found no 'ground_truths' in the"),
         (RewardTerm(function=f"{FUNCTIONS}:verl_score", style="verl"), {}, "found no 'ground_truth' in the row"),
+        (RewardTerm(function=f"{FUNCTIONS}:verl_by_source", style="verl"), RIGHT, "found no 'data_source' in the row"),
         (RewardTerm(function=f"{FUNCTIONS}:openrlhf_tensor", style="openrlhf"), {}, "found no 'label' in the row"),
     ],
 )
@@ -60,6 +61,7 @@ def test_the_row_is_named(term: RewardTerm, row: Mapping[str, Any], fact: str) -
         "question": "?",
         "task": "math",
         "ground_truths": "2",
+        "data_source": "lengths",
         "tests": '[{"input": "1", "output": "1"}]',
     }
     message = refused(plan_of(part=term), [usable, usable, row])
@@ -83,3 +85,9 @@ def test_rows_that_may_be_left_out_are_a_warning() -> None:
     plan = plan_of(part=RewardTerm(function="exact", on_failure="exclude"))
     [warning] = check_rows(plan, [RIGHT, {"prompt": "1"}], {})
     assert warning.startswith("graph.rewards.functions.part: 'exact' found no 'answer' in the row (missing): row 1 of ")
+
+
+@pytest.mark.parametrize(("function", "style"), [("verl_short", "verl"), ("openrlhf_template", "openrlhf")])
+def test_a_column_that_a_function_takes_and_does_not_read_may_be_missing(function: str, style: Any) -> None:
+    term = RewardTerm(function=f"{FUNCTIONS}:{function}", style=style)
+    assert check_rows(plan_of(part=term), [{"prompt": "1"}], {}) == []
