@@ -176,7 +176,8 @@ def _encode_prompts(data: Data, tokenizer: "PreTrainedTokenizerBase", rows: Rows
         raise _row_error(data, column.index([]), "has no message before the assistant's")
     if data.system_prompt is not None and not tokenizer.chat_template:
         fact = "needs a chat template, and the tokenizer has none"
-        raise RecipeError("data.system_prompt", fact, fix="data.system_prompt=null, and instructions in the prompts")
+        fix = "write models.NAME.chat_template, or data.system_prompt=null and instructions in the prompts"
+        raise RecipeError("data.system_prompt", fact, fix=fix)
     for row, prompt in enumerate(column):
         if isinstance(prompt, str) and _MESSAGES_AS_TEXT.match(prompt):
             fact = f"has a prompt that is the text of a list of messages ({prompt[:80]})"
@@ -204,7 +205,7 @@ def _encode_prompts(data: Data, tokenizer: "PreTrainedTokenizerBase", rows: Rows
         raise RecipeError(
             "data.columns.prompt",
             "prompts are not texts, and the tokenizer has no chat template",
-            fix="a column of texts",
+            fix="a column of texts, or write models.NAME.chat_template",
         )
     else:
         encoded = _convert_errors(data, lambda: tokenizer(column)["input_ids"])

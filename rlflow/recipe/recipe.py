@@ -35,6 +35,8 @@ class Model(Section):
     """The tokens of a model with random weights: each character is one, and others are refused."""
     tokenizer: Literal["bytes"] | None = None
     """The tokenizer of a model with random weights: each byte of any text is a token. It has a chat template."""
+    chat_template: Text | None = None
+    """A chat template (Jinja) in place of the tokenizer's own, which base models often lack. It is exported, too."""
     architecture: Architecture | None = None
     """The sizes that planning needs. They come from conf/model or from the ``config.json`` at ``path``."""
     architecture_of: str | None = field(default=None, metadata=OPERATIONAL)

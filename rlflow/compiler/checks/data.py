@@ -27,7 +27,7 @@ def check_data(recipe: Recipe, graph: Graph) -> None:
     if "pairs" in graph.sources:
         _check_pairs(recipe)
     model = recipe.models[recipe.roles[graph.tokenizer_role()].model]
-    if recipe.data.system_prompt is not None and _has_characters(model):
+    if recipe.data.system_prompt is not None and model.chat_template is None and _has_characters(model):
         fact = "needs a chat template, and a tokenizer whose tokens are 'characters' has none"
         raise RecipeError("data.system_prompt", fact, fix="data.system_prompt=null")
 

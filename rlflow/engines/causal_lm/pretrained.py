@@ -40,8 +40,13 @@ _LARGEST_FILE = "5GB"
 
 def load_tokenizer(name: str, model: Model) -> "PreTrainedTokenizerBase":
     """Load the tokenizer of ``models.<name>``. Raises RecipeError."""
-    if model.random_weights:
-        return new_tokenizer(model)
+    tokenizer = new_tokenizer(model) if model.random_weights else _saved(name, model)
+    if model.chat_template is not None:
+        tokenizer.chat_template = model.chat_template
+    return tokenizer
+
+
+def _saved(name: str, model: Model) -> "PreTrainedTokenizerBase":
     assert model.path is not None
     _check_folder(name, model)
     # Imported late, because it takes seconds: it imports the models of transformers, and torch.

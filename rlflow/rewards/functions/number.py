@@ -8,7 +8,7 @@ from functools import partial
 from rlflow.rewards.answers import Answer, column_answers, compare_any, last_number, plain_text, whole_number
 from rlflow.rewards.base import Failure, Outcome, Row, batched
 
-# What a response marks as its answer. Other lines with these signs are headings of Markdown.
+# The marks of an answer in a response. Other lines with these signs are headings of Markdown.
 _MARKED = re.compile(r"^#### *(.+?)\.?\s*$|\\boxed\{([^{}]*)\}", re.MULTILINE)
 
 

@@ -69,6 +69,15 @@ def test_a_recipe_may_trust_a_model(foreign: Model, tmp_path: Path) -> None:
     assert (tmp_path / "ran").exists()
 
 
+def test_a_recipe_may_bring_the_chat_template(tmp_path: Path) -> None:
+    template = "{% for message in messages %}{{ message.content }}={% endfor %}"
+    load_tokenizer("policy", replace(MODEL, chat_template="other")).save_pretrained(tmp_path)
+    for model in (replace(MODEL, chat_template=template), Model(path=str(tmp_path), chat_template=template)):
+        tokenizer = load_tokenizer("policy", model)
+        assert tokenizer.apply_chat_template([{"role": "user", "content": "1+1"}], tokenize=False) == "1+1="
+    assert load_tokenizer("policy", Model(path=str(tmp_path))).chat_template == "other"
+
+
 @pytest.mark.parametrize("trusted", [False, True])
 def test_vllm_gets_trust_remote_code(trusted: bool, tmp_path: Path) -> None:
     class Config:
