@@ -55,6 +55,8 @@ MATH: list[tuple[Any, str, str]] = [
     ("50 %", "it is 0.5", "it is 0.05"),
     ("$12.5\\%$", r"\boxed{\frac{1}{8}}", r"\boxed{\frac{1}{80}}"),
     ("B", "B", "A"),
+    ("3:00", r"\boxed{3:00}", r"\boxed{4:00}"),
+    ("0:00", "0:00", "1:00"),
     (r"\text{(C)}", r"\boxed{\text{(C)}}", r"\boxed{\text{(D)}}"),
     (3, "3", "4"),
 ]
