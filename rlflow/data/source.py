@@ -176,9 +176,18 @@ def describe_rows(rows: Rows) -> str:
     """Return the number of rows and a digest of their values and their order."""
     digest = hashlib.sha256()
     for row in rows:
-        # The text of an object that has none of its own has an address, which differs between processes.
-        digest.update(json.dumps(row, default=lambda value: str(value).partition(" at 0x")[0]).encode())
+        digest.update(json.dumps(row, default=_same_everywhere).encode())
     return f"{len(rows)} rows with the digest {digest.hexdigest()[:12]}"
+
+
+def _same_everywhere(value: Any) -> Any:
+    """Return a value that JSON lacks in a form that is the same in every process, and complete."""
+    if isinstance(value, set | frozenset):
+        return sorted(map(str, value))
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    # The text of an object that has none of its own has an address.
+    return str(value).partition(" at 0x")[0]
 
 
 def _value(row: Mapping[str, Any], column: str) -> Any:

@@ -1,4 +1,7 @@
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,7 +11,7 @@ import pytest
 
 from rlflow.batch import Packed, Sequences
 from rlflow.data.arithmetic import additions
-from rlflow.data.source import DataSource, load_rows, open_training_data
+from rlflow.data.source import DataSource, describe_rows, load_rows, open_training_data
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.errors import RecipeError
 from rlflow.recipe import Data
@@ -198,3 +201,35 @@ def test_columns_reach_into_structs(tmp_path: Path) -> None:
     assert [row["prompt"] for row in loaded] == ["1+2=", "1+1="]
     assert [row["answer"] for row in loaded] == [["3"], None]
     assert loaded[0]["dotted"] == "dot"
+
+
+def test_the_digest_of_rows_follows_from_their_values_alone(tmp_path: Path) -> None:
+    """Sets have another order in each process, and a long array's text leaves out its middle."""
+    program = (
+        "from rlflow.data.source import describe_rows; print(describe_rows([{'a': set('abcdef'), 'b': object()}]))"
+    )
+    texts = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(texts) == 1
+    arrays = [np.arange(5000), np.arange(5000)]
+    arrays[1][2500] = 0
+    changed: list[list[dict[str, Any]]] = [
+        [{"a": 1}],
+        [{"a": 1.0}],
+        [{"a": "1"}],
+        [{"a": None}],
+        [{"b": 1}],
+        [{"a": 1}, {"a": 2}],
+        [{"a": 2}, {"a": 1}],
+        [{"a": arrays[0]}],
+        [{"a": arrays[1]}],
+    ]
+    assert len({describe_rows(rows) for rows in changed}) == len(changed)
