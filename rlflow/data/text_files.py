@@ -19,7 +19,7 @@ from rlflow.errors import RecipeError, first_line
 
 Row = Mapping[str, Any]
 
-SUFFIXES = (".jsonl", ".json", ".csv", ".tsv")
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
 """The types of files that are read here."""
 _LARGEST_CELL = 2**30  # characters; the csv module's own limit is 2**17
 

@@ -167,7 +167,8 @@ def _call_with_responses(
 def _option_parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     """Return the keyword-only parameters of ``function``, which are its options in a recipe."""
     parameters = inspect.signature(function, eval_str=True).parameters.values()
-    return {each.name: each for each in parameters if each.kind is inspect.Parameter.KEYWORD_ONLY}
+    keyword_only = inspect.Parameter.KEYWORD_ONLY
+    return {parameter.name: parameter for parameter in parameters if parameter.kind is keyword_only}
 
 
 def _options_section(parameters: Mapping[str, inspect.Parameter]) -> type[Section]:

@@ -142,8 +142,8 @@ def _end_worker(pid: int, workers: dict[int, int | None], helpers: set[int]) -> 
         doomed = [child for child in children(os.getpid()) if child == pid or child not in {*workers, *helpers}]
         if not doomed:
             break
-        for each in doomed + [below for root in doomed for below in descendants(root)]:
-            kill(each)
+        for process in doomed + [below for root in doomed for below in descendants(root)]:
+            kill(process)
         with suppress(ChildProcessError):
             os.waitid(os.P_PID, doomed[0], os.WEXITED | os.WNOWAIT)
     exit_code = workers.pop(pid)

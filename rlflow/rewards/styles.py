@@ -200,8 +200,8 @@ def _call_verl(function: Callable[..., Any], texts: Sequence[str], responses: Ju
 
 def _call_verl_batch(function: Callable[..., Any], texts: Sequence[str], responses: JudgedResponses) -> Sequence[Any]:
     """Pass lists, as the reward manager ``batch`` does."""
-    arguments = [_verl_arguments(response.row) for response in responses]
-    lists = {f"{name}s": [each[name] for each in arguments] for name in arguments[0]}
+    calls = [_verl_arguments(response.row) for response in responses]
+    lists = {f"{name}s": [arguments[name] for arguments in calls] for name in calls[0]}
     [values] = await_all([function(solution_strs=list(texts), **lists)])
     return list(values)
 

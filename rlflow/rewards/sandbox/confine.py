@@ -164,7 +164,7 @@ def install_filter() -> None:
     The process must have set ``no_new_privs``.
     """
     instructions = _filter_instructions(platform.machine())
-    program = _Program(len(instructions), b"".join(struct.pack("<HBBI", *each) for each in instructions))
+    program = _Program(len(instructions), b"".join(struct.pack("<HBBI", *instruction) for instruction in instructions))
     check_result(libc.prctl(_SET_SECCOMP, _FILTER, ctypes.byref(program), 0, 0), "seccomp")
 
 

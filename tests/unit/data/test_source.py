@@ -109,7 +109,7 @@ def test_chat_template_and_messages(tmp_path: Path) -> None:
         ({"source": "nowhere.jsonl"}, "data.source: 'nowhere.jsonl' does not exist"),
         (
             {"source": __file__},
-            "data.source: files of the type '.py' are not supported.\n  Known: .jsonl, .json, .csv, .tsv, .parquet.",
+            "data.source: files of the type '.py' are not supported.\n  Known: .jsonl, .ndjson, .json, .csv,",
         ),
         ({"columns": {"prompt": "promt"}}, "data.columns.prompt: no column 'promt' in"),
         ({"columns": {"response": "reply"}}, "data.columns.response: no column 'reply' in"),

@@ -62,7 +62,7 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     return [dict(row) for row in rows]
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz", "folder/train.jsonl"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.ndjson", "a.json", "a.jsonl.gz", "folder/train.jsonl"])
 def test_rows_hold_the_values_of_the_file_whatever_the_other_rows_have(name: str, tmp_path: Path) -> None:
     lines = [f'{{"value": {text}}}' for text in VALUES]
     text = f"[{', '.join(lines)}]" if name == "a.json" else "\n".join(lines)
