@@ -3,6 +3,7 @@
 import glob
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -128,15 +129,20 @@ def _cause(error: BaseException) -> BaseException:
 
 
 def _decode(source: object, loaded: "Dataset") -> Rows:
-    """Read all rows, with media as they are in the file. Raises RecipeError for a row that is not UTF-8."""
+    """Read all rows, with media as they are in the file. Raises RecipeError for a text that is not UTF-8."""
     rows: list[Mapping[str, Any]] = []
     _leave_encoded(loaded.info.features)
     try:
         rows.extend(loaded)
     except UnicodeDecodeError as error:
-        raise RecipeError(
-            "data.source",
-            f"row {len(rows)} of '{source}' is not UTF-8 (byte 0x{error.object[error.start]:02x})",
-            fix="save the file as UTF-8",
-        ) from None
+        column = next(name for name in loaded.column_names if not _is_text(loaded, name, len(rows)))
+        fact = f"row {len(rows)} of '{source}' is not UTF-8 in '{column}' (byte 0x{error.object[error.start]:02x})"
+        raise RecipeError("data.source", fact, fix="save the file as UTF-8") from None
     return rows
+
+
+def _is_text(loaded: "Dataset", column: str, row: int) -> bool:
+    with suppress(UnicodeDecodeError):
+        loaded.select_columns(column)[row]
+        return True
+    return False

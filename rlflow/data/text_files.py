@@ -172,7 +172,7 @@ def _mistakes_at(name: str, place: str) -> Iterator[None]:
     try:
         yield
     except UnicodeDecodeError as error:
-        fact = f"{place} of '{name}' is not UTF-8 (byte 0x{error.object[error.start]:02x})"
+        fact = f"{place} of '{name}' is not UTF-8 (byte 0x{error.object[error.start]:02x}, column {error.start + 1})"
         raise RecipeError("data.source", fact, fix="save the file as UTF-8") from None
     except json.JSONDecodeError as error:
         fact = f"{place} of '{name}' is not JSON ({error.msg}, column {error.colno})"

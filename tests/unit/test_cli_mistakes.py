@@ -70,7 +70,7 @@ def test_data_that_is_no_text_is_named(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"prompt": "a", "answer": "b"}\n{"prompt": "\xff\xfe"}\n')
     data = rlflow.load(["recipe=fake", f"data.source={path}", "data.options={}"], CONFIG_DIR).data
-    with pytest.raises(RecipeError, match=rf"^data\.source: line 2 of '{path}' is not UTF-8 \(byte 0xff\)"):
+    with pytest.raises(RecipeError, match=rf"^data\.source: line 2 of '{path}' is not UTF-8 \(byte 0xff, column "):
         load_rows(data, "split")
 
 

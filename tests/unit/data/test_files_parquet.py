@@ -83,3 +83,11 @@ def test_a_column_of_another_type_is_named(name: str, kind: Any, tmp_path: Path)
     parquet.write_table(pyarrow.table({"a": ["1"], "b": pyarrow.array([None], kind)}), path)
     with pytest.raises(RecipeError, match=r"data\.source: the column 'b' of '.*\.parquet' has the type .*map<"):
         rows_of(path.parent if path.parent != tmp_path else path)
+
+
+def test_a_text_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
+    binary = pyarrow.array([b"1", b"2", b"\xff"])
+    texts = binary.cast(pyarrow.string(), safe=False)
+    parquet.write_table(pyarrow.table({"a": ["1"] * 3, "b": binary, "c": texts}), tmp_path / "a.parquet")
+    with pytest.raises(RecipeError, match=r"^data\.source: row 2 of '.*' is not UTF-8 in 'c' \(byte 0xff\)"):
+        rows_of(tmp_path / "a.parquet")

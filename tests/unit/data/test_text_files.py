@@ -146,7 +146,7 @@ MISTAKES = {
         (b'{"b": 1, "a": ["\\ud800"]}\n', "line 1 of 'a.jsonl': the column 'a' has half of a surrogate pair"),
         (b'{"a": 1,}\n', "line 1 of 'a.jsonl' is not JSON (Expecting property name"),
         (b'{"a": 1} {"a": 2}\n', "line 1 of 'a.jsonl' is not JSON (Extra data, column 10)"),
-        (b'{"a": "\xff"}\n', "line 1 of 'a.jsonl' is not UTF-8 (byte 0xff)"),
+        (b'{"a": "\xff"}\n', "line 1 of 'a.jsonl' is not UTF-8 (byte 0xff, column 8)"),
         (b'{"a": 1}\n{"a": 1e999}\n', "line 2 of 'a.jsonl': the number 1e999 is too large"),
         (b'{"a": ' + b"9" * 5000 + b"}\n", "line 1 of 'a.jsonl': Exceeds the limit (4300 digits)"),
         (b'{"a": ' + b"[" * 100_000, "line 1 of 'a.jsonl' is nested too deeply"),
@@ -159,7 +159,7 @@ MISTAKES = {
         (b"a,b\n1\n", "line 2 of 'a.csv': it has 1 cells, and the header has 2"),
         (b"a,a\n1,2\n", "line 1 of 'a.csv': two columns have the same name"),
         (b'a,b\n1,"2\n', "line 2 of 'a.csv': unexpected end of data"),
-        (b"a,b\n1,\xff\n", "line 2 of 'a.csv' is not UTF-8 (byte 0xff)"),
+        (b"a,b\n1,\xff\n", "line 2 of 'a.csv' is not UTF-8 (byte 0xff, column 3)"),
     ],
     "a.jsonl.gz": [(gzip.compress(b'{"a": 1}\n', mtime=0)[:-9], "'a.jsonl.gz' cannot be read")],
 }
