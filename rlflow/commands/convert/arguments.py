@@ -1,7 +1,7 @@
 """The arguments of verl's trainer in a shell script, read as Hydra reads them."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -9,41 +9,71 @@ from hydra.errors import HydraException
 
 from rlflow.commands.convert.shell import read_script
 from rlflow.commands.convert.verl_arguments import Arguments
+from rlflow.commands.convert.verl_trainers import check_trainer, trainer_of
 from rlflow.errors import RecipeError
 
-_TRAINER = re.compile(r"(.*[./])?main_(?!eval|generation)\w+(\.py)?")
-_FIX = "the command with the arguments of verl.trainer.main_ppo"
+_ARGUMENT = re.compile(r"[+~]{0,2}[\w@/]+(\.[\w@/-]+)+=.*", re.DOTALL)
+# Configurations of verl's that have the same algorithm as verl's default.
+_CONFIG_NAME = re.compile(r"--config-name=['\"]?ppo(_megatron)?_trainer(\.yaml)?['\"]?")
+_HYDRA_OPTIONS = {"--config-name", "--config-path", "--config-dir", "-cn", "-cp", "-cd"}
+# Arguments without a dot that choose a part of verl's configuration.
+_GROUPS = re.compile(r"[\w/]+@[\w.]+|model_engine|actor|critic|ref|rollout|reward|algorithm|data|model")
 
 
 def read_arguments(script: str) -> Arguments:
-    """Return the arguments of the script's training command. Raises RecipeError if it has several."""
+    """Return the arguments of the script's training command.
+
+    Raises RecipeError if it has several, and for a trainer whose algorithm is not converted.
+    """
     read = read_script(script)
-    # Without the name of a trainer, the text holds nothing but arguments, or the name is in a variable.
-    trainers = [words for words in read.commands if any(map(_TRAINER.fullmatch, words))]
-    if len(trainers) > 1:
-        raise RecipeError("script", f"has {len(trainers)} commands that train", fix="keep the one to convert")
-    if trainers:
-        name = next(index for index, word in enumerate(trainers[0]) if _TRAINER.fullmatch(word))
-        words: Sequence[str] = trainers[0][name + 1 :]
-    else:
-        words = [word for words in read.commands for word in words if re.match(r"\+{0,2}\w+(\.\w+)+=", word)]
+    # A command of a branch that is not taken is the script's own where no other trains.
+    trainings = _trainings(read.commands) or _trainings(read.skipped_commands)
+    if len(trainings) > 1:
+        raise RecipeError("script", f"has {len(trainings)} commands that train", fix="keep the one to convert")
+    remarks = {
+        f"${name}": f"{' or '.join(dict.fromkeys(value or repr('') for value in choices))} in the script; "
+        f"{choices[0] or repr('')} is used"
+        for name, choices in read.choices.items()
+    }
+    trainer, words = "", [word for words in read.commands for word in words if _ARGUMENT.fullmatch(word)]
+    if trainings:
+        [command] = trainings
+        if trainer := trainer_of(command):
+            words = list(command)[command.index(trainer) + 1 :]
+    values = _values(words, remarks)
+    return Arguments(values, remarks, is_one_step_off=check_trainer(trainer, values, remarks))
+
+
+def _trainings(commands: Iterable[Sequence[str]]) -> list[Sequence[str]]:
+    """Return the commands that train: by the name of verl's trainer, or by arguments for it."""
+    keys = re.compile(r"[+~]{0,2}(actor_rollout_ref|algorithm|trainer|worker|model|optim)\.[\w.]+=.*", re.DOTALL)
+    trainings = []
+    for words in commands:
+        name = trainer_of(words)
+        is_verl = re.search(r"(^|[./])main_(?!eval|generation)\w+(\.py)?$", name) or any(map(keys.fullmatch, words))
+        if name and is_verl and not re.search(r"main_(eval|generation)", name):
+            trainings.append(words)
+    return trainings
+
+
+def _values(words: Sequence[str], remarks: dict[str, str]) -> dict[str, Any]:
+    """Return the value of each argument; add a remark for each word that is none."""
     values = dict[str, Any]()
-    remarks = {f"${name}": _describe_choice(values_of_name) for name, values_of_name in read.choices.items()}
-    for word in words:
+    for place, word in enumerate(words):
+        if place and words[place - 1] in _HYDRA_OPTIONS:
+            continue
         key, value, remark = _read(word)
         if remark:
             remarks[word] = remark
-        else:
+        elif key:
             values[key] = value
-    return Arguments(values, remarks)
-
-
-def _describe_choice(values: Sequence[str]) -> str:
-    return f"{' or '.join(dict.fromkeys(values))} in the script; {values[0]} is used"
+    return values
 
 
 def _read(word: str) -> tuple[str, Any, str]:
-    """Return an argument's key and value, or why the word is none."""
+    """Return an argument's key and value, or why the word is none; nothing for a word without an effect."""
+    if _CONFIG_NAME.fullmatch(word) or word in ("", "\\", "&"):
+        return "", None, ""
     if word.startswith("-"):
         return "", None, "options of Hydra are not read; give the values of a configuration of your own as arguments"
     key, equals, text = word.partition("=")
@@ -54,7 +84,7 @@ def _read(word: str) -> tuple[str, Any, str]:
     if not equals:
         return "", None, "expected key=value"
     key = key.lstrip("+")
-    if "." not in key:
+    if _GROUPS.fullmatch(key):
         return "", None, "chooses a part of verl's configuration, which a recipe does not have"
     try:
         override = OverridesParser.create().parse_override(word)

@@ -1,29 +1,25 @@
 """Commands of a shell script, with the script's own variables, arrays and sums filled in. Nothing is run."""
 
-import operator
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
+from rlflow.commands.convert.shell_values import MAX_CHARACTERS, Taken, Values, both, negated, text_of, too_large
 from rlflow.errors import RecipeError
 from rlflow.extras import check_extra
 
 if TYPE_CHECKING:
     from tree_sitter import Node
 
-_MAX_CHARACTERS = 256 * 1024
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _UNBRACED = re.compile(rb"(?<![\\$])\$([A-Za-z_]\w*)")
-_BRANCHES = {"if_statement", "case_statement", "while_statement", "for_statement", "c_style_for_statement", "list"}
 _DECLARATIONS = {"export", "declare", "local", "readonly", "typeset"}
-_OPERATORS: Mapping[str, Callable[[int, int], int]] = {
-    "+": operator.add,
-    "-": operator.sub,
-    "*": operator.mul,
-    "/": operator.floordiv,
-    "%": operator.mod,
-}
+# A command in one word, as for bash -c, sbatch --wrap or ray job submit.
+_INNER = re.compile(r"(?:^|.*?[\s=;])python[\d.]*\s.*", re.DOTALL)
+_PRINTING = {"echo", "printf", "cat", ":"}
+_MAX_DEPTH = 4
 
 
 @dataclass
@@ -32,6 +28,8 @@ class Script:
 
     commands: list[list[str]] = field(default_factory=list)
     """The words of each command, as the shell would pass them on. What only the shell knows stays: ``$HOME``."""
+    skipped_commands: list[list[str]] = field(default_factory=list)
+    """The commands of branches that are not taken when the script is started as it is."""
     choices: dict[str, list[str]] = field(default_factory=dict)
     """The values of each variable that branches change. The first of them is the one filled in."""
 
@@ -42,23 +40,17 @@ def read_script(text: str) -> Script:
     Raises RecipeError if the script is too large, and if the library that reads it is not installed.
     """
     check_extra("tree-sitter-bash", "script", "the converter")
-    import tree_sitter_bash
-    from tree_sitter import Language, Parser
-
-    if len(text) > _MAX_CHARACTERS:
-        raise _too_large()
     # A carriage return would end up in the last argument of each line.
     text = text.replace("\r\n", "\n")
     if _CONTROL.search(text):
         raise RecipeError("script", "has control characters", fix="text without them")
-    script, reader = text.encode(), _Reader()
-    parser = Parser(Language(tree_sitter_bash.language()))
+    reader = _Reader()
     try:
-        # The library splits $A/$B/c into two words, but not ${A}/${B}/c.
-        braced = _with_braces(script, parser.parse(script).root_node)
-        reader.read(parser.parse(braced).root_node)
+        reader.read_text(text, True)
     except RecursionError:
         raise RecipeError("script", "is nested too deeply", fix="keep the command that trains") from None
+    choices = reader.values.choices.items()
+    reader.script.choices = {name: [" ".join(words) for words in values] for name, values in choices if values[1:]}
     return reader.script
 
 
@@ -79,163 +71,136 @@ def _literals(node: "Node") -> Iterator["Node"]:
         yield from _literals(child)
 
 
-def _too_large() -> RecipeError:
-    return RecipeError("script", "has more than 256 KiB of text or of arguments", fix="keep the command that trains")
-
-
 class _Reader:
-    """The state of the shell while its commands are read."""
+    """Walks through the statements of a script, and the scripts that it starts."""
 
     def __init__(self) -> None:
         self.script = Script()
-        self._variables: dict[str, str] = {}
-        self._arrays: dict[str, list[str]] = {}
+        self.values = Values()
+        self._depth = 0
 
-    def read(self, node: "Node", *, in_branch: bool = False) -> None:
+    def read_text(self, text: str, taken: Taken) -> None:
+        """Add the commands of a script, or of one inside of it."""
+        import tree_sitter_bash
+        from tree_sitter import Language, Parser
+
+        if len(text) > MAX_CHARACTERS:
+            raise too_large()
+        parser, script = Parser(Language(tree_sitter_bash.language())), text.encode()
+        # The library splits $A/$B/c into two words, but not ${A}/${B}/c.
+        braced = _with_braces(script, parser.parse(script).root_node)
+        self._depth += 1
+        self._read(parser.parse(braced).root_node, taken)
+        self._depth -= 1
+
+    def _read(self, node: "Node", taken: Taken) -> None:
         """Add the commands of a part of the script."""
-        in_branch = in_branch or node.type in _BRANCHES
-        if node.type == "variable_assignment":
-            self._read_assignment(node, in_branch)
-            return
-        if node.type == "command":
-            self._read_command(node, in_branch)
-            return
-        if node.type == "for_statement":
-            name, *values = (child for child in node.named_children if child.type != "do_group")
-            for value in values:
-                for word in self._words(value):
-                    self._assign(_text(name), word, in_branch)
-        for child in node.named_children:
-            self.read(child, in_branch=in_branch)
-        if node.type == "redirected_statement" and self.script.commands:
-            self._read_words_after_files(node)
+        match node.type:
+            case "variable_assignment":
+                self._read_assignment(node, taken)
+            case "command":
+                self._read_command(node, taken)
+            case "if_statement":
+                self._read_if(node, taken)
+            case "case_statement":
+                self._read_case(node, taken)
+            case "while_statement" | "for_statement" | "c_style_for_statement":
+                self._read_loop(node, taken)
+            case "list":
+                self._read_list(node, taken)
+            case _:
+                for child in node.named_children:
+                    self._read(child, taken)
+                if node.type == "redirected_statement":
+                    self._read_words_after_files(node, taken)
 
-    def _read_command(self, node: "Node", in_branch: bool) -> None:
+    def _read_if(self, node: "Node", taken: Taken) -> None:
+        """Read the branches: the first whose condition holds is the one that is taken."""
+        branches = [node, *(child for child in node.named_children if child.type in ("elif_clause", "else_clause"))]
+        for branch in branches:
+            condition, *body = [child for child in branch.named_children if child not in branches]
+            holds: Taken = True
+            if branch.type == "else_clause":
+                body = [condition, *body]
+            else:
+                holds = self.values.holds(condition)
+                self._read(condition, None)
+            for child in body:
+                self._read(child, both(taken, holds))
+            taken = both(taken, negated(holds))
+
+    def _read_case(self, node: "Node", taken: Taken) -> None:
+        word, *items = node.named_children
+        text = self.values.known_text(word)
+        for item in items:
+            patterns = item.children_by_field_name("value")
+            texts = [self.values.value(pattern) for pattern in patterns]
+            holds = None if text is None else any(fnmatchcase(text, pattern) for pattern in texts)
+            for child in item.named_children:
+                if child not in patterns:
+                    self._read(child, both(taken, holds))
+            taken = both(taken, negated(holds))
+
+    def _read_loop(self, node: "Node", taken: Taken) -> None:
+        taken = both(taken, None)
+        children = node.named_children
+        if node.type == "while_statement":
+            taken = both(taken, self.values.holds(children[0]))
+        elif node.type == "for_statement":
+            name, *values = (child for child in children if child.type != "do_group")
+            for value in values:
+                for word in self.values.words(value):
+                    self.values.assign(text_of(name), [word], taken)
+        for child in children:
+            self._read(child, taken)
+
+    def _read_list(self, node: "Node", taken: Taken) -> None:
+        """Read ``first && second`` and ``first || second``."""
+        first, second = node.named_children[0], node.named_children[-1]
+        self._read(first, taken)
+        holds = self.values.holds(first)
+        is_and = any(child.type == "&&" for child in node.children)
+        self._read(second, both(taken, holds if is_and else negated(holds)))
+
+    def _read_command(self, node: "Node", taken: Taken) -> None:
         words: list[str] = []
         for child in node.named_children:
             if child.type == "variable_assignment":
-                self._read_assignment(child, in_branch)
+                self._read_assignment(child, taken)
             elif "redirect" not in child.type:
-                words += self._words(child)
+                words += self.values.words(child)
         if words and words[0] in _DECLARATIONS:
             for name, _, value in (word.partition("=") for word in words[1:] if "=" in word):
-                self._assign(name, value, in_branch)
-        if sum(map(len, words)) > _MAX_CHARACTERS:
-            raise _too_large()
-        self.script.commands.append(words)
+                self.values.assign(name, [value], taken)
+        if sum(map(len, words)) > MAX_CHARACTERS:
+            raise too_large()
+        inner = [] if not words or words[0] in _PRINTING else [word for word in words if _INNER.fullmatch(word)]
+        if words and words[0] == "eval":
+            inner = [" ".join(words[1:])]
+        if inner and self._depth < _MAX_DEPTH:
+            for text in inner:
+                self.read_text(re.sub(r"^--?[\w-]+=", "", text), taken)
+            return
+        (self.script.skipped_commands if taken is False else self.script.commands).append(words)
 
-    def _read_words_after_files(self, node: "Node") -> None:
+    def _read_words_after_files(self, node: "Node", taken: Taken) -> None:
         """Add words after the file of a redirection, which belong to the command before it."""
-        for redirect in node.named_children[1:]:
+        commands = self.script.skipped_commands if taken is False else self.script.commands
+        for redirect in node.named_children[1:] if commands else ():
             for word in redirect.children_by_field_name("destination")[1:]:
-                self.script.commands[-1] += self._words(word)
+                commands[-1] += self.values.words(word)
 
-    def _read_assignment(self, node: "Node", in_branch: bool) -> None:
+    def _read_assignment(self, node: "Node", taken: Taken) -> None:
         name, value = node.child_by_field_name("name"), node.child_by_field_name("value")
         if name is None:
             return
-        adds = any(_text(child) == "+=" for child in node.children)
-        if value is not None and value.type == "array":
-            words = [word for child in value.named_children if child.type != "comment" for word in self._words(child)]
-            self._assign_array(_text(name), [*(self._arrays.get(_text(name), []) if adds else []), *words], in_branch)
+        is_array = value is not None and value.type == "array"
+        if value is not None and is_array:
+            parts = [child for child in value.named_children if child.type != "comment"]
+            words = [word for child in parts for word in self.values.words(child)]
         else:
-            before = self._variables.get(_text(name), "") if adds else ""
-            self._assign(_text(name), before + (self._value(value) if value else ""), in_branch)
-
-    def _assign(self, name: str, value: str, in_branch: bool) -> None:
-        if len(value) > _MAX_CHARACTERS:
-            raise _too_large()
-        before = self._variables.get(name, value)
-        if in_branch and before != value:
-            self.script.choices.setdefault(name, [before]).append(value)
+            words = [self.values.value(value) if value else ""]
+        if any(text_of(child) == "+=" for child in node.children):
+            self.values.append(text_of(name), words, taken, is_array=is_array)
         else:
-            self._variables[name] = value
-
-    def _assign_array(self, name: str, words: list[str], in_branch: bool) -> None:
-        if sum(map(len, words)) > _MAX_CHARACTERS:
-            raise _too_large()
-        before = self._arrays.get(name, words)
-        if in_branch and before != words:
-            self.script.choices.setdefault(name, [" ".join(before)]).append(" ".join(words))
-        else:
-            self._arrays[name] = words
-
-    def _words(self, node: "Node") -> list[str]:
-        """Return the words of a part of a command: several for an array, and for a variable without quotes."""
-        inner = node
-        while inner.type in ("string", "command_name") and inner.named_child_count == 1:
-            inner = inner.named_children[0]
-        if inner.type == "expansion" and inner.named_children and inner.named_children[0].type == "subscript":
-            name, _, index = _text(inner.named_children[0]).rstrip("]").partition("[")
-            if name in self._arrays and index in ("@", "*"):
-                words = self._arrays[name]
-                return words if inner is not node else [part for word in words for part in word.split()]
-        value = self._value(node)
-        return value.split() if node.type in ("simple_expansion", "expansion") else [value]
-
-    def _value(self, node: "Node") -> str:
-        """Return the text of a part of a word."""
-        match node.type:
-            case "word":
-                return re.sub(r"\\(.)", r"\1", _text(node).replace("\\\n", ""))
-            case "raw_string":
-                return _text(node)[1:-1]
-            case "string":
-                return self._joined(node, node.start_byte + 1, node.end_byte - 1)
-            case "string_content":
-                return re.sub(r'\\(["\\$`])', r"\1", _text(node).replace("\\\n", ""))
-            case "concatenation" | "command_name":
-                return self._joined(node, node.start_byte, node.end_byte)
-            case "simple_expansion" | "expansion":
-                return self._variable(node)
-            case "arithmetic_expansion" if node.named_children:
-                number = self._number(node.named_children[0])
-                return _text(node) if number is None else str(number)
-            case _:
-                return _text(node)
-
-    def _joined(self, node: "Node", start: int, end: int) -> str:
-        """Return the values of a node's parts between two places, and the text between these parts."""
-        text, first, joined = node.text or b"", node.start_byte, ""
-        for child in node.named_children:
-            if child.start_byte >= start:
-                joined += text[start - first : child.start_byte - first].decode() + self._value(child)
-                start = child.end_byte
-            if len(joined) > _MAX_CHARACTERS:
-                raise _too_large()
-        return joined + text[start - first : end - first].decode()
-
-    def _variable(self, node: "Node") -> str:
-        """Return the value of ``$name``, ``${name}`` and ``${name:-default}``; for an unknown variable ``$name``."""
-        name, *operators = [child for child in node.children if _text(child) not in ("$", "${", "}")] or [node]
-        known = self._variables.get(_text(name))
-        how = _text(operators[0]) if operators else ""
-        if how in (":-", ":=", "-", "=") and not known:
-            return self._joined(node, operators[0].end_byte, node.end_byte - 1)
-        if known is not None and how in ("", ":-", ":=", "-", "="):
-            return known
-        return f"${_text(name)}" if name.type == "variable_name" and not operators else _text(node)
-
-    def _number(self, node: "Node") -> int | None:
-        """Return the value of a sum or product; None if only the shell knows it."""
-        if node.type == "parenthesized_expression":
-            return self._number(node.named_children[0])
-        if node.type == "binary_expression":
-            left, sign, right = (node.child_by_field_name(name) for name in ("left", "operator", "right"))
-            if left is None or sign is None or right is None:
-                return None
-            first, second, calculate = self._number(left), self._number(right), _OPERATORS.get(_text(sign))
-            if first is None or second is None or calculate is None:
-                return None
-            try:
-                result = calculate(first, second)
-            except ZeroDivisionError:
-                return None
-            return result if abs(result) < 2**63 else None
-        text = self._value(node)
-        text = self._variables.get(text, text)
-        return int(text) if re.fullmatch(r"-?\d{1,18}", text) else None
-
-
-def _text(node: "Node") -> str:
-    return (node.text or b"").decode()
+            self.values.assign(text_of(name), words, taken)

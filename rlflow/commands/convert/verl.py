@@ -7,17 +7,24 @@ argument has a place in the recipe, or a remark that says why it has none.
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from rlflow.commands.convert.arguments import read_arguments
-from rlflow.commands.convert.verl_arguments import OVERLONG, WITHOUT_PLACE, Arguments
-from rlflow.commands.convert.verl_graph import ESTIMATORS, graph_of
-from rlflow.commands.convert.verl_roles import model_card, roles_of
+from rlflow.commands.convert.verl_arguments import Arguments
+from rlflow.commands.convert.verl_data import data_of
+from rlflow.commands.convert.verl_graph import graph_of
+from rlflow.commands.convert.verl_remarks import reason_without_place
+from rlflow.commands.convert.verl_roles import model_card, reward_model_of, roles_of
 from rlflow.errors import RecipeError
+
+# Arguments that only versions of verl before 0.3 have.
+_OLD = re.compile(
+    r"data\.(train|val)_data_num|.*\.(n_agent|grad_offload|ppo_micro_batch_size|log_prob_micro_batch_size)"
+)
+_IMAGES = re.compile(r"[-_.]?(VL|Omni|Vision|InternVL.*|llava.*)\b", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -35,36 +42,71 @@ class Converted:
 def convert(script: str) -> Converted:
     """Convert the text of a script. Raises RecipeError for a script of an algorithm without nodes."""
     arguments = read_arguments(script)
-    arguments.check()
-    algorithm = arguments.get("algorithm.adv_estimator")
-    if algorithm not in ESTIMATORS:
-        fix = "algorithm: NAME in a recipe of your own; see docs/algorithms.md"
-        raise RecipeError("algorithm.adv_estimator", f"'{algorithm}' is not converted", known=ESTIMATORS, fix=fix)
-    model = str(arguments.get("actor_rollout_ref.model.path") or "")
+    get = arguments.get
+    model = str(get("actor_rollout_ref.model.path") or "")
     if not model:
         raise RecipeError("actor_rollout_ref.model.path", "is missing", fix="the arguments of verl.trainer.main_ppo")
-    name = f"{Path(model).name}_{'ppo' if algorithm == 'gae' else algorithm}".lower()
-    content: dict[str, Any] = {"name": re.sub(r"[^a-z0-9._-]+", "_", name), "models": {}}
-    models = {"policy": model}
-    if algorithm == "gae" and (critic := str(arguments.get("critic.model.path") or model)) != model:
-        models["critic"] = critic
+    if get("trainer.val_only"):
+        raise RecipeError("trainer.val_only", "is True: the script trains nothing", fix="remove it")
+    models = _models(arguments, model)
+    graph = graph_of(arguments)
+    name = f"{Path(model).name}_{_algorithm(graph)}".lower()
+    content: dict[str, Any] = {"name": re.sub(r"[^a-z0-9._-]+", "_", name).strip("_"), "models": {}}
     cards = {name: model_card(name, path, content["models"], arguments) for name, path in models.items()}
+    content["models"] = {name: options for name, options in content["models"].items() if options}
     if not content["models"]:
         del content["models"]
     content["steps"] = _steps(arguments)
-    if (seed := arguments.get("data.seed")) is not None:
+    if (seed := get("data.seed")) is not None:
         content["seed"] = seed
-    content["roles"] = roles_of(arguments, content["steps"], critic="critic" if "critic" in models else "policy")
-    content["graph"] = graph_of(arguments)
-    content["data"] = data_of(arguments)
-    content |= _evaluation(arguments) if "eval_split" in content["data"] else {}
-    every, keep = arguments.get("trainer.save_freq"), arguments.get("trainer.max_actor_ckpt_to_keep")
+    content["roles"] = roles_of(arguments, content["steps"], models)
+    if arguments.is_one_step_off:
+        content["overlap"] = {"max_staleness": 1}
+    content["graph"] = graph
+    content |= data_of(arguments, compares_answers=graph["rewards"].get("function") == "number")
+    every, keep = get("trainer.save_freq") or -1, get("trainer.max_actor_ckpt_to_keep")
     content["checkpoints"] = {"every": every if every > 0 else content["steps"], **({"keep": keep} if keep else {})}
-    cluster = f"{arguments.get('trainer.nnodes')}x{arguments.get('trainer.n_gpus_per_node')}"
+    cluster = _cluster(arguments)
+    _note_version(arguments)
     for key in arguments.values.keys() - arguments.used:
-        reason = next((why for pattern, why in WITHOUT_PLACE.items() if fnmatch(key, pattern)), "not known to rlflow")
-        arguments.note(f"{key}={arguments.values[key]}", reason)
+        arguments.note(f"{key}={arguments.values[key]}", reason_without_place(key, content["roles"]))
     return Converted(_recipe_text(content, cards), cluster, dict(sorted(arguments.remarks.items())))
+
+
+def _models(arguments: Arguments, policy: str) -> dict[str, str]:
+    """Return the path of each model. Raises RecipeError for a policy that reads images."""
+    if _IMAGES.search(Path(policy).name):
+        fact = f"'{policy}' reads images, and rlflow trains on text alone"
+        raise RecipeError("actor_rollout_ref.model.path", fact, fix="a model of texts")
+    models = {"policy": policy}
+    if arguments.get("algorithm.adv_estimator") == "gae":
+        critic = str(arguments.get("critic.model.path") or policy)
+        models |= {"critic": critic} if critic != policy else {}
+    if reward := reward_model_of(arguments):
+        models["reward"] = reward
+    return models
+
+
+def _algorithm(graph: Mapping[str, Any]) -> str:
+    """Return a word for the name of the run."""
+    words = {"gae_advantage": "ppo", "group_advantage": "grpo", "leave_one_out_advantage": "rloo"}
+    words |= {"greedy_advantage": "remax", "token_advantage": "reinforce_plus_plus"}
+    return words.get(graph["advantages"]["node"], "reinforce_plus_plus_baseline")
+
+
+def _cluster(arguments: Arguments) -> str:
+    """Return the shape of the cluster. Trainer and rollout share hosts where these have enough GPUs for both."""
+    get = arguments.get
+    hosts, gpus = get("trainer.nnodes"), get("trainer.n_gpus_per_node")
+    if not arguments.is_one_step_off:
+        return f"{hosts}x{gpus}"
+    rollout_hosts, rollout_gpus = get("rollout.nnodes"), get("rollout.n_gpus_per_node")
+    if hosts == rollout_hosts and gpus + rollout_gpus <= 8:
+        return f"{hosts}x{gpus + rollout_gpus}"
+    if gpus != rollout_gpus:
+        remark = f"the script has {hosts}x{gpus} GPUs that train and {rollout_hosts}x{rollout_gpus} that generate"
+        arguments.note("cluster", remark)
+    return f"{hosts + rollout_hosts}x{max(gpus, rollout_gpus)}"
 
 
 def _steps(arguments: Arguments) -> int:
@@ -76,12 +118,21 @@ def _steps(arguments: Arguments) -> int:
     return 100
 
 
-def _evaluation(arguments: Arguments) -> dict[str, Any]:
-    every = arguments.get("trainer.test_freq")
-    if every <= 0:
-        return {}
-    arguments.note("evaluation.num_prompts", "rlflow evaluates the first 512 rows; check the number")
-    return {"evaluation": {"every": every, "num_prompts": 512}}
+def _note_version(arguments: Arguments) -> None:
+    """Add a remark where a script may be for a version of verl with other defaults."""
+    key = next(filter(_OLD.fullmatch, arguments.values), None)
+    if key is None:
+        return
+    facts = []
+    if "actor_rollout_ref.actor.entropy_coeff" not in arguments.values:
+        facts.append("an entropy_coeff of 0.001")
+    if "actor_rollout_ref.actor.clip_ratio_c" not in arguments.values:
+        facts.append("no dual clip")
+    if not any("use_kl" in key and value for key, value in arguments.values.items()):
+        facts.append("use_kl_in_reward=True")
+    if facts:
+        remark = f"verl before 0.3 had {key}, and then other defaults: {', '.join(facts)}; the recipe has those of 0.9"
+        arguments.note("the version of verl", remark)
 
 
 def _recipe_text(content: Mapping[str, Any], cards: Mapping[str, str | None]) -> str:
@@ -99,44 +150,14 @@ def _recipe_text(content: Mapping[str, Any], cards: Mapping[str, str | None]) ->
 
 
 def _flow(value: Any) -> str:
-    text: str = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10_000)
+    text: str = yaml.safe_dump(_escaped(value), default_flow_style=True, sort_keys=False, width=10_000)
     return text.removesuffix("\n").removesuffix("\n...")
 
 
-def data_of(arguments: Arguments) -> dict[str, Any]:
-    """Return the section ``data``."""
-    get = arguments.get
-    train = _file(get("data.train_files") or "train.parquet", "data.train_files", arguments)
-    evaluated = _file(get("data.val_files") or "", "data.val_files", arguments)
-    data: dict[str, Any] = {"source": train}
-    if Path(train).name == "train.parquet" and evaluated == str(Path(train).with_name("test.parquet")):
-        # A folder with a file for each split.
-        data = {"source": str(Path(train).parent), "eval_split": "test"}
-    elif evaluated:
-        arguments.note(
-            f"data.val_files={evaluated}", "put both files into one folder, as train.parquet and test.parquet"
-        )
-    if "$" in data["source"]:
-        arguments.note("data.source", "has a variable of the shell; write the path")
-    if (column := get("data.prompt_key")) != "prompt":
-        data["columns"] = {"prompt": column}
-    arguments.note("the column answer", "verl's rows have it in reward_model.ground_truth; give it a column of its own")
-    data |= {"batch_size": get("data.train_batch_size"), "max_prompt_tokens": get("data.max_prompt_length")}
-    if get("data.filter_overlong_prompts"):
-        data["overlong"] = "drop"
-        get("data.truncation")
-    elif (truncation := get("data.truncation")) != "error":
-        if truncation not in OVERLONG:
-            arguments.note(f"data.truncation={truncation}", "not supported; prompts lose their beginning")
-        data["overlong"] = "truncate_left"
-    return data
-
-
-def _file(files: Any, key: str, arguments: Arguments) -> str:
-    """Return the path of a file, the first of several."""
-    files = files if isinstance(files, list) else [files]
-    if len(files) > 1:
-        arguments.note(
-            f"{key}={files}", f"only {files[0]} is in the recipe; a folder with the files {{split}}-*.parquet has all"
-        )
-    return str(files[0]) if files else ""
+def _escaped(value: Any) -> Any:
+    """Return a value whose texts refer to no other value of the recipe, except those that the converter writes."""
+    if isinstance(value, Mapping):
+        return {name: _escaped(inner) for name, inner in value.items()}
+    if isinstance(value, str):
+        return re.sub(r"\$\{(?!graph\.)([^{}]*)\}?", r"$\1", value)
+    return [_escaped(inner) for inner in value] if isinstance(value, list) else value

@@ -1,13 +1,20 @@
 """The models and roles of a recipe for a script of verl."""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rlflow.commands.convert.verl_arguments import ACTOR, Arguments
-from rlflow.commands.convert.verl_graph import has_reference
+from rlflow.errors import RecipeError
 from rlflow.recipe.compose import CONF
 
+_MODEL = "actor_rollout_ref.model"
+# Where versions of verl have the number of positions.
+_POSITIONS = (
+    f"{_MODEL}.override_config.max_position_embeddings",
+    f"{_MODEL}.override_config.model_config.max_position_embeddings",
+)
 # Endings of names of models that share their sizes.
 _VARIANT = re.compile(r"-(instruct|base|it|chat|hf)$", re.IGNORECASE)
 
@@ -24,6 +31,7 @@ def model_card(name: str, path: str, models: dict[str, Any], arguments: Argument
     for file in sorted((CONF / "model").glob("*.yaml")):
         card = re.search(r"^architecture_of: (.+)$", file.read_text(), re.MULTILINE)
         if card and card[1] == path:
+            models[name] = _overrides(name, arguments)
             return file.stem
         if card and _VARIANT.sub("", card[1].rpartition("/")[2]).lower() == variant:
             similar = file.stem, card[1]
@@ -33,33 +41,92 @@ def model_card(name: str, path: str, models: dict[str, Any], arguments: Argument
             f"models.{name}.path", f"needs the config.json in that folder, or models.{name}.architecture"
         )
         return None
-    models[name] = {"path": path, "architecture_of": path}
+    models[name] = {"path": path, "architecture_of": path, **_overrides(name, arguments)}
     arguments.note(
         f"models.{name}.architecture", f"taken to be that of {similar[1]}; the run compares it with the model's own"
     )
     return similar[0]
 
 
-def roles_of(arguments: Arguments, steps: int, *, critic: str) -> dict[str, Any]:
-    """Return the roles, the trained ones with their optimizers. The critic is made of the model ``critic``."""
+def _overrides(name: str, arguments: Arguments) -> dict[str, Any]:
+    """Return what the script changes about the sizes of the policy."""
+    for key in _POSITIONS if name == "policy" else ():
+        if isinstance(positions := arguments.values.get(key), int):
+            arguments.note(f"{key}={positions}", "must be in the config.json of the model, too, before the run")
+            arguments.used.add(key)
+            return {"architecture": {"max_position_embeddings": positions}}
+    return {}
+
+
+def has_reference(arguments: Arguments) -> bool:
+    """Return whether the script compares the policy with the model as it was."""
+    return bool(arguments.get(f"{ACTOR}.use_kl_loss") or arguments.get("algorithm.use_kl_in_reward"))
+
+
+def has_adapters(arguments: Arguments) -> bool:
+    """Return whether only adapters of the policy are trained."""
+    return bool(_rank(arguments))
+
+
+def reward_model_of(arguments: Arguments) -> str | None:
+    """Return the path of the script's reward model; None without one, or where a function of the script asks it."""
+    get = arguments.get
+    if get("reward_model.enable"):
+        return str(get("reward_model.model.path") or "~/models/FsfairX-LLaMA3-RM-v0.1")
+    path = get("reward.reward_model.model_path") if get("reward.reward_model.enable") else None
+    if path and get("reward.custom_reward_function.path"):
+        remark = "verl's function asks this model; make it a role with the node 'reward_model', or serve it yourself"
+        arguments.note(f"reward.reward_model.model_path={path}", remark)
+        return None
+    return str(path) if path else None
+
+
+def roles_of(arguments: Arguments, steps: int, models: Mapping[str, str]) -> dict[str, Any]:
+    """Return the roles, the trained ones with their optimizers."""
     actor: dict[str, Any] = {
         **{"model": "policy", "engine": "deepspeed"},
         "optimizer": _optimizer(arguments, ACTOR, steps),
     }
-    get = arguments.get
-    rank, alpha = get("actor_rollout_ref.model.lora_rank"), get("actor_rollout_ref.model.lora_alpha")
-    targets = get("actor_rollout_ref.model.target_modules")
-    if rank:
-        actor["lora"] = {"rank": rank, "alpha": float(alpha)}
-        if targets != "all-linear":
-            actor["lora"]["target_modules"] = targets
-    roles = {"actor": actor, "rollout": {"model": "policy", "engine": "vllm", "follows": "actor"}}
-    if get("algorithm.adv_estimator") == "gae":
-        optimizer = _optimizer(arguments, "critic", steps)
-        roles["critic"] = {"model": critic, "engine": "deepspeed", "optimizer": optimizer}
-    if has_reference(arguments):
+    roles = {"actor": actor | _adapters(arguments)}
+    roles["rollout"] = {"model": "policy", "engine": "vllm", "follows": "actor"}
+    if arguments.is_one_step_off:
+        roles["rollout"]["colocate"] = []
+    if arguments.get("algorithm.adv_estimator") == "gae":
+        optimizer, model = _optimizer(arguments, "critic", steps), "critic" if "critic" in models else "policy"
+        roles["critic"] = {"model": model, "engine": "deepspeed", "optimizer": optimizer}
+        if rank := arguments.get("critic.model.lora_rank"):
+            arguments.note(f"critic.model.lora_rank={rank}", "not supported: all weights of the critic are trained")
+    if has_reference(arguments) and not has_adapters(arguments):
         roles["reference"] = {"model": "policy", "engine": "deepspeed"}
+    if "reward" in models:
+        roles["reward"] = {"model": "reward", "engine": "deepspeed"}
     return roles
+
+
+def _rank(arguments: Arguments) -> Any:
+    return arguments.get(f"{_MODEL}.lora_rank") or arguments.get(f"{_MODEL}.lora.rank")
+
+
+def _adapters(arguments: Arguments) -> dict[str, Any]:
+    """Return the option for adapters, by the names of FSDP or of Megatron; nothing without adapters."""
+    get, rank = arguments.get, _rank(arguments)
+    for key in (f"{_MODEL}.lora_adapter_path", f"{_MODEL}.lora.adapter_path"):
+        if adapter := get(key):
+            fact = f"'{adapter}' is an adapter to go on with, and rlflow starts adapters anew"
+            fix = f"merge it into the model, write the path of that model and {_MODEL}.lora_rank"
+            if not rank:
+                raise RecipeError(key, fact, fix=fix)
+            arguments.note(f"{key}={adapter}", f"{fact}: merge it into the model, and write the path of that model")
+    if not rank:
+        return {}
+    is_megatron = not get(f"{_MODEL}.lora_rank")
+    alpha = get(f"{_MODEL}.lora.alpha") or 32 if is_megatron else get(f"{_MODEL}.lora_alpha")
+    adapters = {"rank": rank, "alpha": float(alpha)}
+    # The layers of Megatron have names of their own; by default these are all linear layers.
+    targets = None if is_megatron else get(f"{_MODEL}.target_modules")
+    if targets not in ("all-linear", None):
+        adapters["target_modules"] = targets if isinstance(targets, list) else [targets]
+    return {"lora": adapters}
 
 
 def _optimizer(arguments: Arguments, of: str, steps: int) -> dict[str, Any]:
@@ -72,9 +139,10 @@ def _optimizer(arguments: Arguments, of: str, steps: int) -> dict[str, Any]:
             arguments.note(
                 f"{of}.optim.lr_warmup_steps_ratio={share}", f"warmup_steps: {share} of the steps; {warmup} is a guess"
             )
-    # Older versions of verl call it warmup_style.
-    schedule = get(f"{of}.optim.lr_scheduler_type") or get(f"{of}.optim.warmup_style") or "constant"
-    if schedule not in ("constant", "cosine"):
+    # Older versions of verl call it warmup_style, and Megatron lr_decay_style.
+    names = [f"{of}.optim.{name}" for name in ("lr_scheduler_type", "warmup_style", "lr_decay_style")]
+    schedule = arguments.first(*names) or "constant"
+    if schedule not in ("constant", "cosine", "linear"):
         arguments.note(f"{of}.optim.lr_scheduler_type={schedule}", "not supported; the learning rate is constant")
         schedule = "constant"
     clip = get(f"{of}.optim.clip_grad")
@@ -82,8 +150,9 @@ def _optimizer(arguments: Arguments, of: str, steps: int) -> dict[str, Any]:
         "learning_rate": float(get(f"{of}.optim.lr")),
         "schedule": schedule,
         "warmup_steps": max(0, warmup),
+        "betas": get(f"{of}.optim.betas"),
         "weight_decay": get(f"{of}.optim.weight_decay"),
         "max_grad_norm": get(f"{of}.grad_clip") if clip is None else clip,
     }
-    usual = {"schedule": "constant", "warmup_steps": 0, "max_grad_norm": 1.0}
+    usual = {"schedule": "constant", "warmup_steps": 0, "max_grad_norm": 1.0, "betas": None}
     return {name: value for name, value in options.items() if value != usual.get(name)}

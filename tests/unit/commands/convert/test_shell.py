@@ -61,7 +61,7 @@ def test_values_are_those_of_hydra_and_unknown_ones_stay(script: str, expected: 
 
 
 def test_values_of_branches_are_named() -> None:
-    """The first value counts, of an array too."""
+    """The value counts that the script has when it is started as it is; of an array too."""
     script = """
 ALL=(g.h=1)
 if [ $Z ]; then ALL+=(i.j=2); fi
@@ -71,10 +71,10 @@ if [ $Y ]; then lr=1e-4; else lr=1e-6; fi
 for n in 4 8; do run a.b=$lr c.d=$n e.f=$gpus "${ALL[@]}"; done
 """
     given = read_arguments(script)
-    assert given.values == {"a.b": 1e-4, "c.d": 4, "e.f": 8, "g.h": 1}
+    assert given.values == {"a.b": 1e-6, "c.d": 4, "e.f": 8, "g.h": 1}
     assert given.remarks == {
         "$ALL": "g.h=1 or g.h=1 i.j=2 in the script; g.h=1 is used",
         "$gpus": "8 or 16 in the script; 8 is used",
-        "$lr": "1e-4 or 1e-6 in the script; 1e-4 is used",
+        "$lr": "1e-6 or 1e-4 in the script; 1e-6 is used",
         "$n": "4 or 8 in the script; 4 is used",
     }

@@ -1,0 +1,78 @@
+"""The data and the evaluation of a recipe for a script of verl."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlflow.commands.convert.verl_arguments import ROLLOUT, Arguments
+
+_OVERLONG = {"error": "error", "left": "truncate_left"}
+# The column with verl's answers, which the built-in rewards compare with.
+_ANSWER = {"answer": "reward_model.ground_truth"}
+
+
+def data_of(arguments: Arguments, *, compares_answers: bool) -> dict[str, Any]:
+    """Return the sections ``data`` and ``evaluation``."""
+    get = arguments.get
+    files = _files(get("data.train_files") or "train.parquet")
+    if files[1:]:
+        remark = f"only {files[0]} is in the recipe; a folder with the files {{split}}-*.parquet has all"
+        arguments.note(f"data.train_files={files}", remark)
+    columns = dict(_ANSWER) if compares_answers else {}
+    if (prompt := get("data.prompt_key")) != "prompt":
+        columns["prompt"] = prompt
+    evaluated, every = _files(get("data.val_files")), get("trainer.test_freq") or -1
+    train, evaluation = Path(files[0]), dict[str, Any]()
+    data: dict[str, Any] = {"source": files[0]}
+    if train.name == "train.parquet" and evaluated == [str(train.with_name("test.parquet"))]:
+        # A folder with a file for each split.
+        data = {"source": str(train.parent), "eval_split": "test"}
+    elif every > 0 and evaluated:
+        evaluation["sets"] = _sets(evaluated, columns)
+    elif every > 0:
+        arguments.note(f"trainer.test_freq={every}", "nothing is evaluated: data.val_files is missing")
+    elif evaluated:
+        arguments.note(f"data.val_files={evaluated}", "nothing is evaluated: trainer.test_freq is not set")
+    if any("$" in file for file in (files[0], *evaluated)):
+        arguments.note("data.source", "has a variable of the shell; write the path")
+    data |= {"columns": columns} if columns else {}
+    data |= {"batch_size": get("data.train_batch_size"), "max_prompt_tokens": get("data.max_prompt_length")}
+    if get("data.filter_overlong_prompts"):
+        data["overlong"] = "drop"
+        arguments.used.add("data.truncation")
+    elif (truncation := get("data.truncation")) != "error":
+        if truncation not in _OVERLONG:
+            arguments.note(f"data.truncation={truncation}", "not supported; prompts lose their beginning")
+        data["overlong"] = "truncate_left"
+    if every <= 0 or not evaluated:
+        return {"data": data}
+    return {"data": data, "evaluation": {"every": every, "num_prompts": 512, **_sampling(arguments), **evaluation}}
+
+
+def _sampling(arguments: Arguments) -> dict[str, Any]:
+    """Return how responses of the evaluation are sampled, where it has several."""
+    get = arguments.get
+    arguments.note("evaluation.num_prompts", "rlflow evaluates the first 512 rows; check the number")
+    number = get(f"{ROLLOUT}.val_kwargs.n")
+    if number == 1:
+        return {}
+    options = {name: get(f"{ROLLOUT}.val_kwargs.{name}") for name in ("temperature", "top_p")}
+    return {"num_responses": number, **{name: value for name, value in options.items() if value}}
+
+
+def _sets(files: list[str], columns: Mapping[str, str]) -> dict[str, Any]:
+    """Return an evaluation set for each file, named after it, and after its folder where that is not enough."""
+    sets = dict[str, Any]()
+    for file in files:
+        name = re.sub(r"[^A-Za-z0-9_-]+", "_", Path(file).stem).strip("_") or "validation"
+        if name in sets:
+            name = re.sub(r"[^A-Za-z0-9_-]+", "_", f"{Path(file).parent.name}_{name}_{len(sets)}").strip("_")
+        sets[name] = {"source": file, "split": "train", **({"columns": dict(columns)} if columns else {})}
+    return sets
+
+
+def _files(files: Any) -> list[str]:
+    if not files:
+        return []
+    return [str(file) for file in files] if isinstance(files, list) else [str(files)]
