@@ -43,7 +43,6 @@ DEFAULTS: Mapping[str, Any] = {
     f"{ACTOR}.policy_loss.loss_mode": "vanilla",
     "actor_rollout_ref.model.lora_rank": 0,
     "actor_rollout_ref.model.lora_alpha": 16.0,
-    "actor_rollout_ref.model.target_modules": "all-linear",
     "algorithm.kl_penalty": "kl",
     "algorithm.filter_groups.enable": False,
     "algorithm.rollout_correction.rollout_is": None,

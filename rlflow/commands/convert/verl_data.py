@@ -8,6 +8,7 @@ from typing import Any
 from rlflow.commands.convert.verl_arguments import ROLLOUT, Arguments
 
 _OVERLONG = {"error": "error", "left": "truncate_left"}
+_TYPES = (".parquet", ".json", ".jsonl", ".csv", "")
 # The column with verl's answers, which the built-in rewards compare with.
 _ANSWER = {"answer": "reward_model.ground_truth"}
 
@@ -34,6 +35,8 @@ def data_of(arguments: Arguments, *, compares_answers: bool) -> dict[str, Any]:
         arguments.note(f"trainer.test_freq={every}", "nothing is evaluated: data.val_files is missing")
     elif evaluated:
         arguments.note(f"data.val_files={evaluated}", "nothing is evaluated: trainer.test_freq is not set")
+    if other := [file for file in (files[0], *evaluated) if Path(file).suffix not in _TYPES]:
+        arguments.note(", ".join(other), f"rlflow reads {', '.join(_TYPES[:-1])} and folders of them: convert the file")
     if any("$" in file for file in (files[0], *evaluated)):
         arguments.note("data.source", "has a variable of the shell; write the path")
     data |= {"columns": columns} if columns else {}

@@ -90,9 +90,9 @@ def _minibatches(arguments: Arguments, of: str) -> int:
 
 def _kl_in_reward(arguments: Arguments) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the coefficient of a penalty for KL in the reward, and its estimator; nothing without one."""
-    coefficient, kind = (arguments.get(f"algorithm.{key}") for key in ("kl_ctrl.kl_coef", "kl_penalty"))
     if not arguments.get("algorithm.use_kl_in_reward"):
         return {}, {}
+    coefficient, kind = (arguments.get(f"algorithm.{key}") for key in ("kl_ctrl.kl_coef", "kl_penalty"))
     estimator = KL_ESTIMATORS.get(kind)
     if estimator is None:
         arguments.note(f"algorithm.kl_penalty={kind}", "not supported; k1 is used")
