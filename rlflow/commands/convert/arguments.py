@@ -14,8 +14,8 @@ from rlflow.errors import RecipeError
 
 _ARGUMENT = re.compile(r"[+~]{0,2}[\w@/]+(\.[\w@/-]+)+=.*", re.DOTALL)
 # Configurations of verl's that have the same algorithm as verl's default.
-_CONFIG_NAME = re.compile(r"--config-name=['\"]?ppo(_megatron)?_trainer(\.yaml)?['\"]?")
-_HYDRA_OPTIONS = {"--config-name", "--config-path", "--config-dir", "-cn", "-cp", "-cd"}
+_CONFIG_NAME = re.compile(r"((one_step_off_)?ppo|dapo)(_megatron)?_trainer(\.yaml)?")
+_HYDRA_OPTION = re.compile(r"(--config-(?:name|path|dir)|-cn|-cp|-cd)(?:=(.*))?")
 # Arguments without a dot that choose a part of verl's configuration.
 _GROUPS = re.compile(r"[\w/]+@[\w.]+|model_engine|actor|critic|ref|rollout|reward|algorithm|data|model")
 
@@ -41,6 +41,10 @@ def read_arguments(script: str) -> Arguments:
         if trainer := trainer_of(command):
             words = list(command)[command.index(trainer) + 1 :]
     values = _values(words, remarks)
+    for command in read.commands if trainings else ():
+        if command and _ARGUMENT.fullmatch(command[0]):
+            # A comment between the lines of a command ends it, and the shell takes the rest for another one.
+            remarks |= dict.fromkeys(command, "is not among the arguments of the command; remove the line before it")
     return Arguments(values, remarks, is_one_step_off=check_trainer(trainer, values, remarks))
 
 
@@ -57,25 +61,50 @@ def _trainings(commands: Iterable[Sequence[str]]) -> list[Sequence[str]]:
 
 
 def _values(words: Sequence[str], remarks: dict[str, str]) -> dict[str, Any]:
-    """Return the value of each argument; add a remark for each word that is none."""
+    """Return the value of each argument; add a remark for each word that is none.
+
+    Raises RecipeError if the algorithm is in a configuration of the script's own.
+    """
+    words, config = _without_config(words, remarks)
     values = dict[str, Any]()
-    for place, word in enumerate(words):
-        if place and words[place - 1] in _HYDRA_OPTIONS:
-            continue
+    for word in words:
         key, value, remark = _read(word)
         if remark:
             remarks[word] = remark
-        elif key:
+        else:
             values[key] = value
+    if config and "algorithm.adv_estimator" not in values:
+        fact = f"is not among the arguments, and the script's own configuration '{config}' is not read"
+        raise RecipeError("algorithm.adv_estimator", fact, fix="give its values as arguments in the script")
     return values
 
 
+def _without_config(words: Sequence[str], remarks: dict[str, str]) -> tuple[list[str], str]:
+    """Return the words without Hydra's options for its configuration, and its name if that is not verl's own."""
+    options, others = dict[str, str](), list[str]()
+    waiting = ""
+    for word in words:
+        option = _HYDRA_OPTION.fullmatch(word)
+        if waiting:
+            options[waiting], waiting = word, ""
+        elif option is None:
+            others += [] if word in ("", "\\", "&") else [word]
+        elif option[2] is None:
+            waiting = option[1]
+        else:
+            options[option[1]] = option[2].strip("'\"")
+    name = options.get("--config-name") or options.get("-cn") or ""
+    if not options or _CONFIG_NAME.fullmatch(name):
+        return others, ""
+    remark = "is not read; give the values of a configuration of your own as arguments"
+    remarks |= {f"{option}={value}": remark for option, value in options.items()}
+    return others, name
+
+
 def _read(word: str) -> tuple[str, Any, str]:
-    """Return an argument's key and value, or why the word is none; nothing for a word without an effect."""
-    if _CONFIG_NAME.fullmatch(word) or word in ("", "\\", "&"):
-        return "", None, ""
+    """Return an argument's key and value, or why the word is none."""
     if word.startswith("-"):
-        return "", None, "options of Hydra are not read; give the values of a configuration of your own as arguments"
+        return "", None, "options of Hydra are not read"
     key, equals, text = word.partition("=")
     if key.startswith("$"):
         return "", None, "is only known when the script runs; add its arguments to the script"

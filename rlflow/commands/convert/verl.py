@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from rlflow.commands.convert.arguments import read_arguments
-from rlflow.commands.convert.verl_arguments import Arguments
+from rlflow.commands.convert.verl_arguments import Arguments, from_home
 from rlflow.commands.convert.verl_data import data_of
 from rlflow.commands.convert.verl_graph import graph_of
 from rlflow.commands.convert.verl_remarks import reason_without_place
@@ -45,7 +45,11 @@ def convert(script: str) -> Converted:
     get = arguments.get
     model = str(get("actor_rollout_ref.model.path") or "")
     if not model:
-        raise RecipeError("actor_rollout_ref.model.path", "is missing", fix="the arguments of verl.trainer.main_ppo")
+        unknown = next(
+            (word for word in arguments.remarks if word.startswith("$") and "is only" in arguments.remarks[word]), ""
+        )
+        fact = f"is missing; {unknown} is only known when the script runs" if unknown else "is missing"
+        raise RecipeError("actor_rollout_ref.model.path", fact, fix="the arguments of verl.trainer.main_ppo")
     if get("trainer.val_only"):
         raise RecipeError("trainer.val_only", "is True: the script trains nothing", fix="remove it")
     models = _models(arguments, model)
@@ -84,7 +88,7 @@ def _models(arguments: Arguments, policy: str) -> dict[str, str]:
         models |= {"critic": critic} if critic != policy else {}
     if reward := reward_model_of(arguments):
         models["reward"] = reward
-    return models
+    return {name: from_home(path) for name, path in models.items()}
 
 
 def _algorithm(graph: Mapping[str, Any]) -> str:

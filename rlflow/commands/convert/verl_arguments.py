@@ -46,7 +46,6 @@ DEFAULTS: Mapping[str, Any] = {
     "algorithm.kl_penalty": "kl",
     "algorithm.filter_groups.enable": False,
     "algorithm.rollout_correction.rollout_is": None,
-    "algorithm.rollout_correction.rollout_is_threshold": 2.0,
     "algorithm.rollout_correction.bypass_mode": False,
     f"{ROLLOUT}.n": 1,
     f"{ROLLOUT}.n_agent": 1,
@@ -74,7 +73,7 @@ DEFAULTS: Mapping[str, Any] = {
 }
 # Arguments whose null means another argument, or no limit.
 NULLABLE = {f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio_high", f"{ACTOR}.clip_ratio_c", "critic.cliprange_value"}
-NULLABLE |= {f"{of}.optim.lr_warmup_steps" for of in (ACTOR, "critic")}
+NULLABLE |= {"trainer.save_freq", "trainer.test_freq", *(f"{of}.optim.lr_warmup_steps" for of in (ACTOR, "critic"))}
 # Arguments that a recipe counts or divides with.
 SIZES = {
     *("data.train_batch_size", "data.max_prompt_length", "data.max_response_length", "trainer.nnodes"),
@@ -126,6 +125,11 @@ class Arguments:
     def note(self, what: str, remark: str) -> None:
         """Add a remark about an argument, or about a part of the recipe."""
         self.remarks[what] = remark
+
+
+def from_home(path: str) -> str:
+    """Return a path with ``~`` for the home folder, which rlflow knows as the shell does."""
+    return re.sub(r"^\$HOME(?=/)", "~", path)
 
 
 def _check_value(key: str, value: Any) -> None:

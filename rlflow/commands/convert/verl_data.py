@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlflow.commands.convert.verl_arguments import ROLLOUT, Arguments
+from rlflow.commands.convert.verl_arguments import ROLLOUT, Arguments, from_home
 
 _OVERLONG = {"error": "error", "left": "truncate_left"}
 _TYPES = (".parquet", ".json", ".jsonl", ".csv", "")
@@ -16,6 +16,8 @@ _ANSWER = {"answer": "reward_model.ground_truth"}
 def data_of(arguments: Arguments, *, compares_answers: bool) -> dict[str, Any]:
     """Return the sections ``data`` and ``evaluation``."""
     get = arguments.get
+    if not get("data.train_files"):
+        arguments.note("data.source", "data.train_files is missing; write the path")
     files = _files(get("data.train_files") or "train.parquet")
     if files[1:]:
         remark = f"only {files[0]} is in the recipe; a folder with the files {{split}}-*.parquet has all"
@@ -78,4 +80,4 @@ def _sets(files: list[str], columns: Mapping[str, str]) -> dict[str, Any]:
 def _files(files: Any) -> list[str]:
     if not files:
         return []
-    return [str(file) for file in files] if isinstance(files, list) else [str(files)]
+    return [from_home(str(file)) for file in (files if isinstance(files, list) else [files])]

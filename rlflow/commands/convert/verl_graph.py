@@ -155,7 +155,9 @@ def _shaped_rewards(arguments: Arguments) -> tuple[dict[str, Any], dict[str, str
     nodes: dict[str, Any] = {}
     rewards: dict[str, str] = {}
     if get("algorithm.filter_groups.enable"):
-        nodes["sampling"] = {"node": "dynamic_sampling"}
+        # Zero is no limit in verl, and 10 is rlflow's default.
+        rounds = get("algorithm.filter_groups.max_num_gen_batches") or 10
+        nodes["sampling"] = {"node": "dynamic_sampling", **({"max_rounds": rounds} if rounds != 10 else {})}
     for buffer in _OVERLONG_BUFFER:
         if not get(f"{buffer}.enable"):
             continue

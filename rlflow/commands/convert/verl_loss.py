@@ -34,7 +34,9 @@ def _clipping(arguments: Arguments, kind: str) -> dict[str, Any]:
         remark = "verl does not use it: clip_ratio_low and clip_ratio_high count"
         arguments.note(f"{ACTOR}.clip_ratio={both}", f"{remark} (versions before 0.4 use it for both)")
     low, high = (both if side is None else side for side in (low, high))
-    options = {"clip_eps": low} if low != 0.2 or kind != "vanilla" else {}
+    # CISPO's lower bound of the ratio is 1 - low.
+    is_bounded = low < 1 if kind == "cispo" else low != 0.2 or kind != "vanilla"
+    options = {"clip_eps": low} if is_bounded else {}
     return options | ({"clip_eps_high": high} if high != low or kind != "vanilla" else {})
 
 
@@ -54,7 +56,8 @@ def _correction(arguments: Arguments) -> dict[str, Any]:
     if level not in ("token", "sequence"):
         arguments.note(f"{_CORRECTION}.rollout_is={level}", "not supported; there is no correction")
         return {}
-    bound = get(f"{_CORRECTION}.rollout_is_threshold")
+    # Either a number or two, as in "0.5_5.0".
+    bound = get(f"{_CORRECTION}.rollout_is_threshold") or 2.0
     low, _, high = str(bound).rpartition("_")
     try:
         options = {"outside": "mask", "min_ratio": float(low)} if low else {}

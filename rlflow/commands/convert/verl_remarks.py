@@ -152,7 +152,6 @@ _BY_ROLE: Mapping[str, Mapping[str, str]] = {
 }
 # Arguments that are not about a role; the first pattern that fits counts.
 _OTHERS: Mapping[str, str] = {
-    "algorithm.filter_groups.max_num_gen_batches": "graph.sampling.max_rounds, which is 10 by default",
     "algorithm.filter_groups.metric": "groups are compared by graph.rewards, before a penalty for length",
     "algorithm.filter_groups.*": "only with algorithm.filter_groups.enable=True",
     "algorithm.rollout_correction.rollout_is*": "only with algorithm.rollout_correction.rollout_is",
@@ -233,6 +232,7 @@ _OTHERS: Mapping[str, str] = {
     "max_turns": "turns are the node converse in place of generate, with max_turns; see docs/environments.md",
     "do_search": "turns are the node converse in place of generate; see docs/environments.md",
     "retriever.*": "turns are the node converse in place of generate; see docs/environments.md",
+    "agent.*": "turns are the node converse in place of generate; see docs/environments.md",
     "env.*": "turns are the node converse in place of generate; see docs/environments.md",
 }
 

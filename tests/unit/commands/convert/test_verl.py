@@ -315,7 +315,7 @@ def test_a_critic_has_its_own_model_optimizer_and_minibatches() -> None:
     [
         ("$@", "$@", "is only known when the script runs"),
         ("\"${MORE[@]}\"", "${MORE[@]}", "is only known when the script runs"),
-        ("--config-name=mine", "--config-name=mine", "options of Hydra are not read"),
+        ("--config-name=mine", "--config-name=mine", "give the values of a configuration of your own"),
         ("model_engine=megatron", "model_engine=megatron", "chooses a part of verl's configuration"),
         ("~trainer.logger", "~trainer.logger", "removes a part of verl's configuration"),
         ("trainer.test_freq=5", "trainer.test_freq=5", "nothing is evaluated"),
