@@ -20,6 +20,16 @@ SCRIPTS = [
     "P=a; P+=b; x $P",
     "A=a B=b\nx $A/$B/c ${A}-$B/c '$A'/$B/$A",
     "A=a\nx '${A}' \\\\$A \\$A $A$A # $A",
+    'if [ -z "$A" ]; then A=new; fi\n[ -n "$B" ] || B=b; [[ $A == n* && -n $B ]] && C=c\nx $A $B $C',
+    "A=gpu\nif [ $A = npu ]; then N=16; elif [[ $A == gpu ]]; then N=8; else N=1; fi\nx $N",
+    'N=4\nif [ $N -gt 2 ] && ! [ -n "$NO" ]; then M=large; else M=small; fi\nif ((N < 3)); then M=other; fi\nx $M',
+    "while [[ $# -gt 0 ]]; do case $1 in -m) M=$2; shift 2;; esac; done\nM=${M:-default}\nx $M",
+    "A=b\ncase $A in a|c) V=1;; b*) V=2;; *) V=3;; esac\nx $V",
+    ': "${A:=a b}" ${B=c}\nexport C=${C:-d}\nx "$A" $B $C ${A:+yes} "${NO:+no}"',
+    "P=/a/b.tar.gz\nx ${P%/*} ${P##*/} ${P%%.*} ${P#/a} ${P/a/c} ${P//a/} ${P%/}",
+    "A=(p 'q r' s)\nL=(${A[1]})\nx ${#A[@]} ${A[1]} ${#L[@]}",
+    "E=''\nA=a\nx $E '' ${A^^} \"$E\" ${E:-e}",
+    "C='x a.b=1 \"c d\"'\neval $C",
 ]
 
 
@@ -58,6 +68,40 @@ def test_values_are_those_of_hydra_and_unknown_ones_stay(script: str, expected: 
     values = read_arguments(script).values
     assert values == {"a.b": expected}
     assert type(values["a.b"]) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("script", "value"),
+    [
+        # An argument of the script is not known, so that a written value is the better choice.
+        ('while true; do case $1 in -m) M=$2;; *) break;; esac; done\nif [ -z "$M" ]; then M=default; fi', "default"),
+        ("if [ $# -gt 1 ]; then M=$2; else M=default; fi", "default"),
+        ("M=$1\nif some_command; then M=written; fi", "written"),
+        # Branches that are not taken have the only values.
+        ("case $1 in a) M=first;; b) M=second;; *) exit 1;; esac", "first"),
+        ('if [ "$KIND" = a ]; then M=first; elif [ "$KIND" = b ]; then M=second; fi', "first"),
+        ("if some_command; then M=first; else M=second; fi", "first"),
+    ],
+)
+def test_a_written_value_of_branches_is_used(script: str, value: str) -> None:
+    given = read_arguments(f"{script}\nrun a.b=$M")
+    assert given.values == {"a.b": value}
+    assert given.remarks["$M"].endswith(f"{value} is used")
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "if [ $RANK = 0 ]; then python -m verl.trainer.main_ppo a.b=1; fi",
+        "if [ -z $X ]; then python -m verl.trainer.main_ppo a.b=1; else python -m verl.trainer.main_ppo a.b=2; fi",
+        'bash -c "cd x && python3 -m verl.trainer.main_ppo a.b=1"',
+        'sbatch --wrap="python3 -u -m verl.trainer.main_ppo a.b=1"',
+        'C="ray job submit -- python -m verl.trainer.main_ppo a.b=1"\necho "$C"\neval "$C"',
+        "python prepare.py\npython -m verl.trainer.main_ppo a.b=1\npython -m verl.trainer.main_eval data.path=x",
+    ],
+)
+def test_the_command_that_trains_is_found(script: str) -> None:
+    assert read_arguments(script).values == {"a.b": 1}
 
 
 def test_values_of_branches_are_named() -> None:
