@@ -42,6 +42,8 @@ def data_of(arguments: Arguments, *, compares_answers: bool) -> dict[str, Any]:
     if any("$" in file for file in (files[0], *evaluated)):
         arguments.note("data.source", "has a variable of the shell; write the path")
     data |= {"columns": columns} if columns else {}
+    if template := _template_options(arguments):
+        data["template_options"] = template
     data |= {"batch_size": get("data.train_batch_size"), "max_prompt_tokens": get("data.max_prompt_length")}
     if get("data.filter_overlong_prompts"):
         data["overlong"] = "drop"
@@ -53,6 +55,14 @@ def data_of(arguments: Arguments, *, compares_answers: bool) -> dict[str, Any]:
     if every <= 0 or not evaluated:
         return {"data": data}
     return {"data": data, "evaluation": {"every": every, "num_prompts": 512, **_sampling(arguments), **evaluation}}
+
+
+def _template_options(arguments: Arguments) -> dict[str, Any]:
+    """Return the arguments of the chat template."""
+    beginning = "data.apply_chat_template_kwargs"
+    options = dict(arguments.get(beginning) or {})
+    keys = [key for key in arguments.values if key.startswith(f"{beginning}.")]
+    return options | {key.removeprefix(f"{beginning}."): arguments.get(key) for key in keys}
 
 
 def _sampling(arguments: Arguments) -> dict[str, Any]:

@@ -232,3 +232,14 @@ def test_a_remark_names_keys_of_its_own_role(beginning: str, role: str) -> None:
             reason = reason_without_place(beginning + option, roles)
             assert not [other for other in ROLES if other != role and f"roles.{other}." in reason], (option, reason)
     assert "roles.actor.micro_batch_tokens" in reason_without_place(f"{ROLLOUT}.log_prob_micro_batch_size", ROLES)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "+data.apply_chat_template_kwargs.enable_thinking=False",
+        "data.apply_chat_template_kwargs={enable_thinking:False}",
+    ],
+)
+def test_arguments_of_the_chat_template(arguments: str) -> None:
+    assert content(GRPO + arguments)["data"]["template_options"] == {"enable_thinking": False}
