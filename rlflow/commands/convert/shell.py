@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from rlflow.commands.convert.shell_values import MAX_CHARACTERS, Taken, Values, both, negated, text_of, too_large
+from rlflow.commands.convert.shell_values import MAX_CHARACTERS, ShellValues, Taken, both, negated, text_of, too_large
 from rlflow.errors import RecipeError
 from rlflow.extras import check_extra
 
@@ -76,7 +76,7 @@ class _Reader:
 
     def __init__(self) -> None:
         self.script = Script()
-        self.values = Values()
+        self.values = ShellValues()
         self._depth = 0
 
     def read_text(self, text: str, taken: Taken) -> None:

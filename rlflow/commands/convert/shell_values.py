@@ -28,7 +28,7 @@ _COMPARISONS: Mapping[str, Callable[[int, int], bool]] = {
 }
 
 Taken = bool | None
-"""Whether a part of the script runs when the script is started as it is; None where that is not known."""
+"""True for a part that runs when the script is started as it is, None where that is not known."""
 
 
 def both(first: Taken, second: Taken) -> Taken:
@@ -53,7 +53,7 @@ def too_large() -> RecipeError:
     return RecipeError("script", "has more than 256 KiB of text or of arguments", fix="keep the command that trains")
 
 
-class Values:
+class ShellValues:
     """The shell's variables while a script is read. Variables that the script never sets are taken to be unset."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Why arguments of verl have no place in a recipe."""
+"""The reasons why arguments of verl have no place in a recipe."""
 
 from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase

@@ -112,7 +112,7 @@ def _adapters(arguments: Arguments) -> dict[str, Any]:
     get, rank = arguments.get, _rank(arguments)
     for key in (f"{_MODEL}.lora_adapter_path", f"{_MODEL}.lora.adapter_path"):
         if adapter := get(key):
-            fact = f"'{adapter}' is an adapter to go on with, and rlflow starts adapters anew"
+            fact = f"'{adapter}' is an adapter to continue, and rlflow starts adapters anew"
             fix = f"merge it into the model, write the path of that model and {_MODEL}.lora_rank"
             if not rank:
                 raise RecipeError(key, fact, fix=fix)

@@ -7,7 +7,7 @@ from typing import Any
 from rlflow.errors import RecipeError
 
 _PPO = ("main_ppo", "main_ppo_v0", "main_ppo_sync", "main_dapo", "async_main_ppo")
-# What is done about trainers of another kind, by a part of their name.
+# The recipe to write for trainers of another kind, by a part of their name.
 _OTHER_KINDS: Mapping[str, str] = {
     "sft": "a recipe with algorithm: sft, as recipes/sft_tiny.yaml",
     "fully_async": "verl.trainer.main_ppo in its place, and in the recipe overlap: {max_staleness: 2, in_flight: keep}",
