@@ -116,7 +116,7 @@ def test_counts_of_the_environment_are_named(arguments: str, cluster: str) -> No
     ],
 )
 def test_what_is_written_can_be_loaded(argument: str, tmp_path: Path) -> None:
-    """What only the shell knows is a text in the recipe, and refers to nothing."""
+    """Values that only the shell knows are texts in the recipe, and refer to nothing."""
     file = tmp_path / "run.yaml"
     file.write_text(convert(GRPO + argument).recipe)
     assert rlflow.load([f"recipe={file}"]).steps == 100
