@@ -17,7 +17,7 @@ from rlflow.commands.convert.verl_arguments import Arguments, from_home
 from rlflow.commands.convert.verl_data import data_of
 from rlflow.commands.convert.verl_graph import graph_of
 from rlflow.commands.convert.verl_remarks import reason_without_place
-from rlflow.commands.convert.verl_roles import model_card, reward_model_of, roles_of
+from rlflow.commands.convert.verl_roles import has_adapters, has_reference, model_card, reward_model_of, roles_of
 from rlflow.errors import RecipeError
 
 # Arguments that only versions of verl before 0.3 have.
@@ -52,6 +52,11 @@ def convert(script: str) -> Converted:
         raise RecipeError("actor_rollout_ref.model.path", fact, fix="the arguments of verl.trainer.main_ppo")
     if get("trainer.val_only"):
         raise RecipeError("trainer.val_only", "is True: the script trains nothing", fix="remove it")
+    if get("distillation.enabled"):
+        fact = "is True: the policy learns from a teacher, too"
+        raise RecipeError(
+            "distillation.enabled", fact, fix="a recipe with algorithm: distill, as recipes/distill_tiny.yaml"
+        )
     models = _models(arguments, model)
     graph = graph_of(arguments)
     name = f"{Path(model).name}_{_algorithm(graph)}".lower()
@@ -86,6 +91,9 @@ def _models(arguments: Arguments, policy: str) -> dict[str, str]:
     if arguments.get("algorithm.adv_estimator") == "gae":
         critic = str(arguments.get("critic.model.path") or policy)
         models |= {"critic": critic} if critic != policy else {}
+    reference = arguments.first("actor_rollout_ref.ref.model.path", "actor_rollout_ref.ref.model_path")
+    if reference and str(reference) != policy and has_reference(arguments) and not has_adapters(arguments):
+        models["reference"] = str(reference)
     if reward := reward_model_of(arguments):
         models["reward"] = reward
     return {name: from_home(path) for name, path in models.items()}

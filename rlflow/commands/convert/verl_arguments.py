@@ -68,6 +68,7 @@ DEFAULTS: Mapping[str, Any] = {
     "trainer.n_gpus_per_node": 8,
     "trainer.nnodes": 1,
     "trainer.val_only": False,
+    "distillation.enabled": False,
     "rollout.n_gpus_per_node": 8,
     "rollout.nnodes": 1,
 }

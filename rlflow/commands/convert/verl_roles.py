@@ -71,14 +71,19 @@ def has_adapters(arguments: Arguments) -> bool:
 def reward_model_of(arguments: Arguments) -> str | None:
     """Return the path of the script's reward model; None without one, or where a function of the script asks it."""
     get = arguments.get
-    if get("reward_model.enable"):
-        return str(get("reward_model.model.path") or "~/models/FsfairX-LLaMA3-RM-v0.1")
-    path = get("reward.reward_model.model_path") if get("reward.reward_model.enable") else None
-    if path and get("reward.custom_reward_function.path"):
-        remark = "verl's function asks this model; make it a role with the node 'reward_model', or serve it yourself"
-        arguments.note(f"reward.reward_model.model_path={path}", remark)
+    beginning = next((key for key in ("reward_model", "reward.reward_model") if get(f"{key}.enable")), None)
+    if beginning is None:
         return None
-    return str(path) if path else None
+    has_function = arguments.first("reward.custom_reward_function.path", "custom_reward_function.path")
+    # From version 0.6 on, a reward model that has an engine of its own generates what a function reads.
+    if has_function and any(
+        re.match(r"(reward\.)?reward_model\.(rollout|reward_models)\.", key) for key in arguments.values
+    ):
+        remark = "the script's reward function asks this model: serve it yourself, for a function that calls it"
+        arguments.note(f"{beginning}.enable=True", remark)
+        return None
+    path = arguments.first("reward.reward_model.model_path", "reward_model.model.path")
+    return str(path or "~/models/FsfairX-LLaMA3-RM-v0.1")
 
 
 def roles_of(arguments: Arguments, steps: int, models: Mapping[str, str]) -> dict[str, Any]:
@@ -97,7 +102,7 @@ def roles_of(arguments: Arguments, steps: int, models: Mapping[str, str]) -> dic
         if rank := arguments.get("critic.model.lora_rank"):
             arguments.note(f"critic.model.lora_rank={rank}", "not supported: all weights of the critic are trained")
     if has_reference(arguments) and not has_adapters(arguments):
-        roles["reference"] = {"model": "policy", "engine": "deepspeed"}
+        roles["reference"] = {"model": "reference" if "reference" in models else "policy", "engine": "deepspeed"}
     if "reward" in models:
         roles["reward"] = {"model": "reward", "engine": "deepspeed"}
     return roles
