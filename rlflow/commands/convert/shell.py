@@ -47,6 +47,7 @@ def read_script(text: str) -> Script:
     reader = _Reader()
     try:
         reader.read_text(text, True)
+        reader.read_uncalled_functions()
     except RecursionError:
         raise RecipeError("script", "is nested too deeply", fix="keep the command that trains") from None
     choices = reader.values.choices.items()
@@ -78,6 +79,8 @@ class _Reader:
         self.script = Script()
         self.values = ShellValues()
         self._depth = 0
+        self._functions: dict[str, Node] = {}
+        self._called: set[str] = set()
 
     def read_text(self, text: str, taken: Taken) -> None:
         """Add the commands of a script, or of one inside of it."""
@@ -92,6 +95,11 @@ class _Reader:
         self._depth += 1
         self._read(parser.parse(braced).root_node, taken)
         self._depth -= 1
+
+    def read_uncalled_functions(self) -> None:
+        """Add the commands of functions that nothing calls, as those of a branch that is not taken."""
+        for name in self._functions.keys() - self._called:
+            self._read(self._functions[name], False)
 
     def _read(self, node: "Node", taken: Taken) -> None:
         """Add the commands of a part of the script."""
@@ -108,6 +116,10 @@ class _Reader:
                 self._read_loop(node, taken)
             case "list":
                 self._read_list(node, taken)
+            case "function_definition":
+                name, body = (node.child_by_field_name(field) for field in ("name", "body"))
+                if name is not None and body is not None:
+                    self._functions[text_of(name)] = body
             case _:
                 for child in node.named_children:
                     self._read(child, taken)
@@ -174,6 +186,11 @@ class _Reader:
                 self.values.assign(name, [value], taken)
         if sum(map(len, words)) > MAX_CHARACTERS:
             raise too_large()
+        if words and words[0] in self._functions and self._depth < _MAX_DEPTH:
+            self._call(words[0], words[1:], taken)
+            return
+        if words and words[0] == "shift" and taken:
+            self.values.shift_arguments(int(words[1]) if words[1:] and words[1].isdigit() else 1)
         inner = [] if not words or words[0] in _PRINTING else [word for word in words if _INNER.fullmatch(word)]
         if words and words[0] == "eval":
             inner = [" ".join(words[1:])]
@@ -182,6 +199,15 @@ class _Reader:
                 self.read_text(re.sub(r"^--?[\w-]+=", "", text), taken)
             return
         (self.script.skipped_commands if taken is False else self.script.commands).append(words)
+
+    def _call(self, name: str, arguments: list[str], taken: Taken) -> None:
+        """Read the commands of a function, with the arguments of this call."""
+        self._called.add(name)
+        before = self.values.pass_arguments(arguments)
+        self._depth += 1
+        self._read(self._functions[name], taken)
+        self._depth -= 1
+        self.values.pass_arguments(before)
 
     def _read_words_after_files(self, node: "Node", taken: Taken) -> None:
         """Add words after the file of a redirection, which belong to the command before it."""

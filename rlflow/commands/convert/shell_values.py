@@ -82,6 +82,22 @@ class ShellValues:
         before = self._variables.get(name, [])
         self.assign(name, [*before, *words] if is_array else ["".join([*before, *words])], taken)
 
+    def pass_arguments(self, words: list[str] | None) -> list[str] | None:
+        """Set ``$1``, ``$#`` and ``$@`` and return those before; None stands for the unknown ones of the script."""
+        before = self._variables.pop("@", None)
+        for number in range(1, 1 + len(before or ())):
+            self._variables.pop(str(number))
+        self._variables.pop("#", None)
+        if words is not None:
+            self._variables |= {"@": words, "#": [str(len(words))]}
+            self._variables |= {str(number): [word] for number, word in enumerate(words, 1)}
+        return before
+
+    def shift_arguments(self, count: int) -> None:
+        """Drop the first arguments of a function."""
+        if (words := self._variables.get("@")) is not None:
+            self.pass_arguments(words[count:])
+
     def words(self, node: "Node") -> list[str]:
         """Return the words of a part of a command: several for an array, and for a variable without quotes."""
         inner = node
@@ -92,6 +108,8 @@ class ShellValues:
             if index in ("@", "*") and len(inner.named_children) == 1 and text_of(inner.children[1]) != "#":
                 words = self._variables.get(name, self._unused.get(name, [text_of(inner)]))
                 return words if inner is not node else [part for word in words for part in word.split()]
+        if text_of(inner) in ("$@", "$*", "${@}") and "@" in self._variables:
+            return self._variables["@"]
         value = self.value(node)
         return value.split() if node.type in ("simple_expansion", "expansion") else [value]
 

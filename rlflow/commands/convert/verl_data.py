@@ -90,4 +90,7 @@ def _sets(files: list[str], columns: Mapping[str, str]) -> dict[str, Any]:
 def _files(files: Any) -> list[str]:
     if not files:
         return []
+    if isinstance(files, str) and re.fullmatch(r"\[.*\]", files):
+        # A list in quotes that the shell passes on.
+        files = [file.strip(" '\"") for file in files[1:-1].split(",")]
     return [from_home(str(file)) for file in (files if isinstance(files, list) else [files])]

@@ -27,6 +27,8 @@ SCRIPTS = [
     "A=b\ncase $A in a|c) V=1;; b*) V=2;; *) V=3;; esac\nx $V",
     ': "${A:=a b}" ${B=c}\nexport C=${C:-d}\nx "$A" $B $C ${A:+yes} "${NO:+no}"',
     "P=/a/b.tar.gz\nx ${P%/*} ${P##*/} ${P%%.*} ${P#/a} ${P/a/c} ${P//a/} ${P%/}",
+    'f() { local M=$1; shift; g "$M" "$@" $#; }\ng() { x "$@" $1 $# ${V:-no}; }\nV=later\nf a "b c" d',
+    "f() { if [ $# -gt 1 ]; then x $2; else x $1; fi; }\nf one two",
     "A=(p 'q r' s)\nL=(${A[1]})\nx ${#A[@]} ${A[1]} ${#L[@]}",
     "E=''\nA=a\nx $E '' ${A^^} \"$E\" ${E:-e}",
     "C='x a.b=1 \"c d\"'\neval $C",
@@ -97,6 +99,8 @@ def test_a_written_value_of_branches_is_used(script: str, value: str) -> None:
         'bash -c "cd x && python3 -m verl.trainer.main_ppo a.b=1"',
         'sbatch --wrap="python3 -u -m verl.trainer.main_ppo a.b=1"',
         'C="ray job submit -- python -m verl.trainer.main_ppo a.b=1"\necho "$C"\neval "$C"',
+        "f() { python -m verl.trainer.main_ppo a.b=$1; }\nf 1",
+        "never_called() { python -m verl.trainer.main_ppo a.b=${N:-1}; }",
         "python prepare.py\npython -m verl.trainer.main_ppo a.b=1\npython -m verl.trainer.main_eval data.path=x",
     ],
 )
