@@ -8,7 +8,7 @@ a quarter of all samples, with response lengths that differ by a factor of a hun
 
 *Steps.* On Ray, 2 engines generate 65,536 samples, and 64 workers on two other hosts score and train on them. Engines
 have no model and take no time (``benchmarks/instant_engine.py``); scheduling, object stores, rewards, advantages and
-the division among ranks are rlflow's. A step leaves out the weight sync, which ``benchmarks/weight_sync.py`` measures.
+the division among ranks are rlflow's. A step leaves out the weight sync.
 The bytes are those of all messages to and from the driver. The workers share the CPUs of this machine with the driver,
 and their work bounds ``samples_per_second``. ``samples_per_driver_second`` counts the CPU time of the driver alone.
 """
