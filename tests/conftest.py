@@ -18,6 +18,7 @@ from hypothesis import settings
 
 import rlflow
 from rlflow.errors import UserError
+from tests.direct_pool import DirectPool
 from tests.helpers import load
 from tests.integration.engine_process import EngineProcess, free_address, processes
 from tests.ray_workers import forked_workers
@@ -66,6 +67,17 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "cache"
     monkeypatch.setenv("RLFLOW_CACHE", str(folder))
     return folder
+
+
+@pytest.fixture(autouse=True)
+def direct_pool(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Call rewards and environments of nodes in this process, except in tests with the mark ``processes``.
+
+    A run starts two fork servers, each of which takes half a second. Those of other processes stay as they are.
+    """
+    if request.node.get_closest_marker("processes") is None:
+        for user in ("nodes.reward", "nodes.generate", "environments.exchange"):
+            monkeypatch.setattr(f"rlflow.{user}.ProcessPool", DirectPool)
 
 
 @pytest.fixture

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Literal
 
-import numpy as np
-
 from rlflow.errors import RecipeError
 from rlflow.rewards.base import Failure, Row
 
@@ -232,7 +230,8 @@ def _call_openrlhf(function: Callable[..., Any], texts: Sequence[str], responses
     [result] = await_all([function(queries=queries, prompts=prompts, labels=labels)])
     if not isinstance(result, Mapping):
         return list(_numbers(result))
-    logs = {name: np.broadcast_to(_numbers(log), len(texts)) for name, log in (result.get("extra_logs") or {}).items()}
+    extra_logs = result.get("extra_logs") or {}
+    logs = {name: _numbers(log, len(texts)) for name, log in extra_logs.items()}
     rewards = _numbers(result["rewards"])
     return [
         {"score": reward, **{name: log[place] for name, log in logs.items()}} for place, reward in enumerate(rewards)
@@ -245,9 +244,13 @@ def _last_special_token(response: JudgedResponse) -> str:
     return text
 
 
-def _numbers(values: Any) -> Any:
-    """Return a tensor, an array, a list or a number as an array."""
-    return np.asarray(values, np.float64).ravel()
+def _numbers(values: Any, count: int | None = None) -> Any:
+    """Return a tensor, an array, a list or a number as an array, in which a single number may stand for ``count``."""
+    # The import takes nearly half of the time in which a fork server starts.
+    import numpy as np
+
+    array = np.asarray(values, np.float64).ravel()
+    return array if count is None else np.broadcast_to(array, count)
 
 
 # The columns that an argument may come from.

@@ -36,6 +36,7 @@ def test_the_cost_of_each_part_is_found_between_runs_of_different_speed() -> Non
     assert compare(times, "cpu", _VARIANTS, ["journal", "samples"]).share == pytest.approx(0.03, abs=0.003)
 
 
+@pytest.mark.slow
 def test_the_cost_of_deadlines_is_found_between_steps_that_get_longer() -> None:
     draw = random.Random(0)
     usual = [Seconds(0, (1.0 + step) * draw.uniform(0.99, 1.01), 2.0, {}) for step in range(50)]

@@ -4,13 +4,14 @@ import pytest
 
 from benchmarks import update_budgets
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.parametrize(("tokens", "width"), [(4096, 896), (8192, 896)])
-def test_the_output_layer_moves_few_bytes(tokens: int, width: int) -> None:
+
+def test_the_output_layer_moves_few_bytes() -> None:
     # The 14 bytes were added up by hand: a product writes logits (2), and one kernel reads them (2). Backward, a
     # product writes them again (2), one kernel reads them and writes their gradients (4), and two products read those
     # (4). Sums of gradients come on top.
-    assert 14 < update_budgets.bytes_per_logit(tokens, width) <= update_budgets.GOALS["bytes_per_logit"]
+    assert 14 < update_budgets.bytes_per_logit() <= update_budgets.GOALS["bytes_per_logit"]
 
 
 def test_the_host_never_waits_within_an_update() -> None:

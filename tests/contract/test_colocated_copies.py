@@ -14,6 +14,9 @@ from rlflow.engines.causal_lm.adapters import transfer_name
 from rlflow.runtime.weights.gpu import Receivers, make_sender, send_weights
 from tests.unit.resources.models.test_architecture import SETS_OF_CARDS, card, config_fields
 
+# vLLM takes seconds to import.
+pytestmark = pytest.mark.slow
+
 GIB = 2**30
 
 

@@ -168,6 +168,7 @@ class TestTrainsValues:
         assert other.values(self.GIVEN).values.values.tolist() == engine.values(self.GIVEN).values.values.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [each for each in able("Values", "Trains") if each.values[0] != "fake"])
 def test_what_it_exports_has_the_same_values(build: Build, name: str, tmp_path: Path) -> None:
     engine, given = build(name, capabilities=["Values", "Trains"]), TestTrainsValues.GIVEN

@@ -119,6 +119,7 @@ def test_the_manifest_has_fields_of_kuberay() -> None:
     assert cluster["authOptions"] == {"mode": "token"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sandbox", [False, True])
 def test_kubernetes_accepts_the_pods(sandbox: bool) -> None:
     validate = pytest.importorskip("kubernetes_validate").validate
@@ -186,6 +187,7 @@ def test_recipes_and_files_that_are_named_exist(path: Path) -> None:
         assert not heading or heading in {each.lower().replace(" ", "-") for each in headings}, link
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("cluster", "simulated"), [("2x1@cpu", True), ("1x2@cpu", True), ("2x1", False)])
 def test_the_output_says_that_hosts_are_simulated(cluster: str, simulated: bool) -> None:
     pins = ["roles.rollout.gpus=2", "roles.rollout.tensor_parallel_size=1"]
@@ -220,6 +222,7 @@ def test_messages_that_are_quoted_exist() -> None:
     assert [quote for quote in quoted if not any(pattern.fullmatch(quote) for pattern in patterns)] == []
 
 
+@pytest.mark.slow
 def test_a_kind_of_gpu_of_the_readers_own(tmp_path: Path) -> None:
     (kind,) = re.findall(r"`mine/gpu/l4.yaml`:\n\n```yaml\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
     (tmp_path / "gpu").mkdir()
@@ -229,6 +232,7 @@ def test_a_kind_of_gpu_of_the_readers_own(tmp_path: Path) -> None:
     assert plan.prediction.num_gpus == 8
 
 
+@pytest.mark.slow
 def test_the_plan_for_the_hosts_of_the_page(tmp_path: Path) -> None:
     section = PAGE.read_text().partition("## Your own hosts\n")[2].partition("\n## ")[0]
     (tmp_path / "cluster").mkdir()

@@ -76,6 +76,7 @@ def test_the_last_run_of_a_recipe_for_more_steps(typed: Typed, tmp_path: Path) -
     assert "from step 2, in outputs/a/b" in out, "the newer run is another experiment"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -78,6 +78,7 @@ def test_the_users_own_modules_are_found(typed: Typed, tmp_path: Path) -> None:
     assert code == 0, errors
 
 
+@pytest.mark.slow
 def test_a_recipe_for_gpus_is_not_started_on_a_cpu(typed: Typed) -> None:
     code, out, errors = typed("recipe=grpo_7b")
     assert code == 2
@@ -94,6 +95,7 @@ def test_a_recipe_for_gpus_is_not_started_on_a_cpu(typed: Typed) -> None:
     assert "is for GPUs" not in errors, "the CPU was asked for"
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_is_no_sweep(typed: Typed) -> None:
     code, out, errors = typed(*FAKE, "data.source=nowhere.jsonl")
     assert code == 2

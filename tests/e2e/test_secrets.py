@@ -35,6 +35,7 @@ def test_no_file_of_a_run_has_a_token(place: Path, typed: Typed) -> None:
     assert [path for path in files if tokens_in(path.read_bytes().decode(errors="replace"))] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [

@@ -288,6 +288,7 @@ def raising(texts: Any, rows: Any) -> list[float]:
     raise ValueError("no")
 
 
+@pytest.mark.processes
 def test_a_reward_that_cannot_run_here_is_told_before_the_run_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,13 @@ from benchmarks.hostile_recipes import write_files
 from rlflow.cli import main
 
 
-@pytest.mark.parametrize("name", FILES)
+# One of a cluster and one of a model for `make check`.
+QUICK = {"cluster: an escape code", "model: a list of lists"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FILES]
+)
 def test_a_short_error_with_a_fix(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -42,6 +42,7 @@ def test_sizes_that_no_run_has(override: str) -> None:
     assert refusal(override).startswith(override.partition("=")[0] + ": ")
 
 
+@pytest.mark.slow
 def test_options_without_an_effect_or_with_another_one(refusals: Callable[[str], None]) -> None:
     refusals("without_effect")
 

@@ -42,6 +42,7 @@ def test_a_number_of_gpus_that_the_cluster_does_not_have() -> None:
     assert error.notes["Fix"] == "roles.rollout.gpus=16"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "cluster", "fix"),
     [
@@ -57,6 +58,7 @@ def test_gpus_without_bfloat16(policy: str, cluster: str, fix: str) -> None:
     assert str(error.notes["Fix"]).startswith(fix)
 
 
+@pytest.mark.slow
 def test_gpus_without_bfloat16_are_left_out_of_a_mixed_cluster() -> None:
     plan = rlflow.compile(load("recipe=grpo_7b"), "1x8@v100_32gb+1x8@a100_80gb")
     assert {bundle.host for role in plan.roles.values() for bundle in role.bundles} == {"host-1"}
@@ -65,6 +67,7 @@ def test_gpus_without_bfloat16_are_left_out_of_a_mixed_cluster() -> None:
     assert error.fact == "no host has the labels 'bfloat16' and 'v100_32gb'"
 
 
+@pytest.mark.slow
 def test_conditions_of_other_accelerators_are_stated() -> None:
     for kind, condition in (("mi300x", "ROCm"), ("ascend_910b", "rlflow does not run on NPUs")):
         plan = rlflow.compile(load("recipe=grpo_7b"), f"1x8@{kind}")
@@ -84,6 +87,7 @@ def test_the_nearest_group_is_proposed() -> None:
     assert error.notes["Fix"] == "roles.rollout.tensor_parallel_size=4"
 
 
+@pytest.mark.slow
 def test_two_conflicts_are_solved_together() -> None:
     """No host has either label, so removing only one of them does not help."""
     error = refused("recipe=grpo_7b", "roles.actor.label=fast", "roles.rollout.label=slow", cluster="1x8")

@@ -52,6 +52,7 @@ def test_what_is_wrong_is_named(overrides: list[str], message: str) -> None:
     assert str(raised.value).startswith(message)
 
 
+@pytest.mark.slow
 def test_a_critic_that_is_never_trained_needs_trained_values() -> None:
     """A recipe that trains nothing except a critic makes such a model."""
     policy = ("~graph.update", "~roles.actor", "~roles.rollout.follows")

@@ -22,6 +22,7 @@ def peaks(plan: Plan) -> dict[str, float]:
     return {role: max(gib for gpus in found[role].peak_gib.values() for gib in gpus.values()) for role in found}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "cluster"),
     [
@@ -44,6 +45,7 @@ def test_the_recipes_own_sizes_are_those_of_the_plan(recipe: str, cluster: str) 
     assert own.tokens_per_second_per_gpu == pytest.approx(predicted.tokens_per_second_per_gpu)
 
 
+@pytest.mark.slow
 def test_other_sizes_are_what_the_planner_says_of_a_recipe_that_pins_the_placement() -> None:
     plan = rlflow.compile(load("recipe=grpo_32b"), "2x8")
     engine, trained = (
@@ -71,6 +73,7 @@ def test_other_sizes_are_what_the_planner_says_of_a_recipe_that_pins_the_placeme
         assert point.peak_gib == pytest.approx(peaks(again), abs=1.0)
 
 
+@pytest.mark.slow
 def test_longer_responses_are_tight_beyond_the_plans_limit_and_do_not_fit_far_beyond() -> None:
     overrides = ("graph.rollouts.max_tokens=4096", "roles.actor.gradient_checkpointing=false")
     plan = rlflow.compile(load("recipe=grpo_7b", *overrides), "1x8@a100_40gb")
@@ -101,6 +104,7 @@ def test_groups_keep_two_responses() -> None:
     assert len(points_of(plan)) == prod(len(axis.values) for axis in (responses, batch, group))
 
 
+@pytest.mark.slow
 def test_expected_lengths_grow_with_the_longest_response() -> None:
     """Twice the lengths in the same places take twice the decoding steps, and more than twice as long in attention."""
     plan = rlflow.compile(load("recipe=grpo_7b", "expect.response_tokens=[500,1500]"), "1x8")

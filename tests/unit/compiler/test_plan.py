@@ -87,6 +87,7 @@ def test_7b_fits_at_the_lengths_that_people_reach_by_hand(cluster: str, tokens: 
     assert plan.prediction.headroom_gib > 0
 
 
+@pytest.mark.slow
 def test_measured_efficiencies_change_the_times() -> None:
     recipe, cluster = load("recipe=grpo_32b"), load_cluster("2x8")
     slow = compile_recipe(recipe, cluster, {"h100_80gb": Efficiency(matmul=0.4)})
@@ -151,6 +152,7 @@ def test_kernels_that_are_not_there(recipe: str, cluster: str, override: str, me
         rlflow.compile(load(f"recipe={recipe}", f"roles.{override}"), cluster)
 
 
+@pytest.mark.slow
 def test_graphs_on_gpus_and_none_on_processors() -> None:
     def planned(cluster: str, eager: str) -> tuple[Any, Any, Any, float]:
         pinned = [f"roles.rollout.{pin}" for pin in (f"eager={eager}", "gpu_memory_utilization=0.6")]

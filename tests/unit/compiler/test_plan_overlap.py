@@ -144,6 +144,7 @@ def test_alternatives_are_slower_than_the_simulated_step_by_what_they_say() -> N
             assert each.loses.startswith(f"{slower:.0%} slower") == (slower >= 0.005)
 
 
+@pytest.mark.slow
 def test_a_plan_with_overlap_can_be_read_back() -> None:
     plan = rlflow.compile(load("recipe=grpo_32b", "overlap.max_staleness=1"), "2x8")
     assert plan_from(json.loads(json.dumps(plan.to_dict()))) == plan

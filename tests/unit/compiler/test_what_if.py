@@ -32,6 +32,7 @@ def test_the_largest_response_is_the_last_that_fits() -> None:
     assert longer.prediction.verdict == "TIGHT"
 
 
+@pytest.mark.slow
 def test_the_number_of_samples_does_not_fill_gpus() -> None:
     """Samples are divided into micro-batches, so that a batch 64 times as large fits too."""
     found = sizes(load("recipe=grpo_7b"), "1x8")

@@ -24,6 +24,7 @@ def test_a_product_is_in_the_split_of_its_factors() -> None:
     assert all("{1}*{0}:".format(*prompt[:-1].split("*")) in prompts for prompt in prompts)
 
 
+@pytest.mark.slow
 def test_examples_show_what_the_environments_would_say() -> None:
     with_tool, played = [], []
     for row in examples("train"):

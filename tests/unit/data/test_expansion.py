@@ -121,6 +121,7 @@ def test_usual_files_are_read(name: str, tmp_path: Path) -> None:
     check_expansion(file)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["dictionary", "DELTA_BYTE_ARRAY"])
 def test_every_column_of_texts_is_counted(encoding: str, tmp_path: Path) -> None:
     """Each text has a mebibyte; 17 of them are more than the 16 MiB that any small file may have, and 15 are not."""

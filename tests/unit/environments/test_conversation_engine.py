@@ -324,6 +324,7 @@ def test_conversations_of_an_engine_that_fails_go_to_the_others() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.processes
 def test_an_environment_that_hangs_is_no_failure_of_an_engine() -> None:
     node = replace(NODE, environment="tests.unit.environments.slow:Hanging", timeout_s=0.2)
     engines = Threads([Eager(spec()) for _ in range(2)])

@@ -52,6 +52,7 @@ def test_reinforce_plus_plus_by_its_usual_name() -> None:
     assert raised.value.notes["Fix"] == "did you mean 'reinforce_plus_plus_tiny'?"
 
 
+@pytest.mark.slow
 def test_corrections_of_the_page_are_read() -> None:
     written = re.findall(r"`(\{level: [^}]*\})`", ALGORITHMS)
     assert len(written) >= 5

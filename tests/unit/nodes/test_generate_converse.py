@@ -239,7 +239,7 @@ def test_options_that_do_not_go(options: Mapping[str, Any], message: str) -> Non
     assert str(caught.value).startswith(message)
 
 
-@pytest.mark.parametrize("kind", [FakeEngine, TransformersEngine])
+@pytest.mark.parametrize("kind", [FakeEngine, pytest.param(TransformersEngine, marks=pytest.mark.slow)])
 def test_a_single_turn_is_what_generate_writes(kind: type[FakeEngine] | type[TransformersEngine]) -> None:
     plain = Generate(group_size=3, max_tokens=6)
     node = converse(group_size=3, max_tokens=6, turn_tokens=6, max_turns=1)

@@ -76,6 +76,7 @@ class LengthReward(Node, kind="length_reward", unit="sample"):
         return Rewards(values=rollouts.response_ids.lengths.astype(np.float32))
 
 
+@pytest.mark.slow
 def test_any_node_that_gives_rewards_for_responses_judges(tmp_path: Path) -> None:
     rewards = "{node: length_reward}"
     overrides = ["recipe=fake", "~graph.rewards", f"+graph.rewards={rewards}", "steps=2"]

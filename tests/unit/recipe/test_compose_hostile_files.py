@@ -41,6 +41,7 @@ def test_no_file_reaches_hydras_own_configuration(
     assert "Fix: remove it" in said
 
 
+@pytest.mark.slow
 def test_no_file_names_a_function_for_hydra(tmp_path: Path) -> None:
     for target in TARGETS:
         parts = written(tmp_path, {"recipe/a.yaml": f"{HEAD}graph: {{rewards: {{_target_: {target}}}}}"})
@@ -65,6 +66,7 @@ def test_a_plan_does_not_configure_hydra(
     assert capsys.readouterr().err.startswith("RecipeError: hydra: unknown key")
 
 
+@pytest.mark.slow
 def test_the_command_line_may_set_hydras_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["recipe=grpo_32b", "cluster=2x8", "dry_run=true", "hydra.run.dir=elsewhere"]
     monkeypatch.setattr(sys, "argv", ["rlflow", *words])
@@ -102,6 +104,7 @@ def test_nothing_takes_effect(tmp_path: Path) -> None:
     assert {name: text for name, text in effects.items() if text} == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BOMBS)
 def test_a_bomb_costs_nothing(name: str, tmp_path: Path) -> None:
     message, seconds, mib = cost_of_bomb(BOMBS[name], tmp_path)

@@ -52,6 +52,7 @@ def test_a_mistake_is_one_message_with_its_place(content: bytes, message: str, t
     assert str(raised.value).startswith(f"{path}{message}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("largest", "larger", "message"),
     [

@@ -69,10 +69,12 @@ def test_the_page_loads_nothing_and_no_text_ends_its_script(plan: Plan) -> None:
     assert "{{" not in page
 
 
+@pytest.mark.slow
 def test_a_thousand_gpus_fit_in_a_small_page() -> None:
     assert len(plan_page(rlflow.compile(load("recipe=grpo_32b"), "128x8"))) < 2_000_000
 
 
+@pytest.mark.slow
 def test_cpus_have_no_memory_of_gpus() -> None:
     plan = rlflow.compile(load("recipe=grpo_tiny"), "1x1@cpu")
     figures = page_figures(plan)
@@ -89,6 +91,7 @@ def test_the_page_has_the_host_memory_and_the_data_of_the_console() -> None:
         assert re.search(rf"^{kind} +{re.escape(line)} *$", text_of(plan), flags=re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_a_price_has_the_unit_of_the_prices_of_the_cluster() -> None:
     cluster = load_cluster("1x8")
     cluster = replace(cluster, gpus={kind: replace(gpu, price_per_hour=2.0) for kind, gpu in cluster.gpus.items()})
@@ -109,6 +112,7 @@ def test_long_times_are_in_minutes_hours_or_days(seconds: tuple[float, float, fl
     assert format_range(seconds[0], seconds[1:]) == text
 
 
+@pytest.mark.slow
 def test_sizes_that_are_tight_say_why() -> None:
     sizes = page_figures(rlflow.compile(load("recipe=grpo_7b"), "2x8+1x4@l40s"))["sizes"]
     tight = [point["reason"] for point in sizes["points"] if point["summary"].get("verdict") == "TIGHT"]

@@ -146,6 +146,7 @@ def test_texts_of_a_model_are_texts(tmp_path: Path) -> None:
     assert [sample["response"] for sample in report(tmp_path).samples()] == [HOSTILE] * 2
 
 
+@pytest.mark.slow
 def test_a_long_run_has_small_curves_that_end_at_its_end(tmp_path: Path) -> None:
     write_run(tmp_path, 5000, response="long " * 1000)
     html = report_html(report(tmp_path))

@@ -113,6 +113,7 @@ def test_of_a_batch_only_the_response_that_hangs_fails(pool: ProcessPool) -> Non
     assert found == [1.0, 1.0, Failure("timeout", "took longer than its timeout_s of 0.5 s"), 1.0, 1.0]
 
 
+@pytest.mark.slow
 def test_calls_of_functions_with_their_own_timeout_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "_GRACE_S", 0.2)
     pool = ProcessPool({"told": part("told_its_time", 0.3)}, num_workers=1)
@@ -147,6 +148,7 @@ class SlowStart:
             self._start(end)
 
 
+@pytest.mark.slow
 def test_the_time_that_a_worker_needs_to_start_is_not_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = ProcessPool({"does": part()}, num_workers=1)
 
@@ -162,6 +164,7 @@ def test_the_time_that_a_worker_needs_to_start_is_not_the_calls(monkeypatch: pyt
     pool.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("start", "reason"),
     [
@@ -234,6 +237,7 @@ def test_rows_that_cannot_be_sent_are_an_error(pool: ProcessPool) -> None:
         future.result(LIMIT_S)
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_between_calls_is_replaced() -> None:
     pool = ProcessPool({"does": part(timeout_s=30.0)}, num_workers=1)
     assert outcomes(pool, ["good"]) == [1.5]
@@ -245,6 +249,7 @@ def test_a_worker_that_dies_between_calls_is_replaced() -> None:
     pool.stop()
 
 
+@pytest.mark.slow
 def test_a_pool_ends_with_its_object() -> None:
     pool = ProcessPool({"does": part(timeout_s=30.0)}, num_workers=2)
     assert outcomes(pool, ["good", "good"]) == [1.5, 1.5]
@@ -257,6 +262,7 @@ def test_a_pool_ends_with_its_object() -> None:
     assert not any(Path(f"/proc/{process}").exists() for process in processes)
 
 
+@pytest.mark.slow
 def test_a_worker_that_cannot_go_on_says_why(capfd: pytest.CaptureFixture[str]) -> None:
     pool = ProcessPool({"does": part(timeout_s=30.0)}, num_workers=1)
     worker = pool.fork_server.start_worker()
@@ -282,6 +288,7 @@ def wait_for_end(pid: int) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_a_dead_fork_server_is_an_error() -> None:
     pool = ProcessPool({"does": part(timeout_s=30.0)}, num_workers=1)
     assert outcomes(pool, ["good"]) == [1.5]
@@ -291,6 +298,7 @@ def test_a_dead_fork_server_is_an_error() -> None:
     pool.stop()
 
 
+@pytest.mark.slow
 def test_a_late_answer_of_the_fork_server_is_not_confused_with_the_next() -> None:
     pool = ProcessPool({"does": part(timeout_s=30.0)}, num_workers=1)
     pool.fork_server._socket.settimeout(0.1)
@@ -303,6 +311,7 @@ def test_a_late_answer_of_the_fork_server_is_not_confused_with_the_next() -> Non
     pool.stop()
 
 
+@pytest.mark.slow
 def test_processes_of_a_module_end_with_the_pool() -> None:
     pool = ProcessPool({"helped": RewardTerm(function="tests.unit.rewards.helped:reward")}, num_workers=1)
     started_here = sys.modules["tests.unit.rewards.helped"].HELPER

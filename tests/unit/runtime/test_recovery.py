@@ -130,6 +130,7 @@ def test_a_run_goes_back_to_its_last_checkpoint_and_ends_as_if_nothing_had_happe
     assert report.warnings == warnings.texts
 
 
+@pytest.mark.slow
 def test_what_a_rank_writes_until_it_is_replaced_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     unfinished = tmp_path / "checkpoints" / ".step-000004-abcdefgh"
     restart = LosingEngines.restart_lost
@@ -144,6 +145,7 @@ def test_what_a_rank_writes_until_it_is_replaced_is_deleted(tmp_path: Path, monk
     assert not unfinished.exists()
 
 
+@pytest.mark.slow
 def test_nothing_of_the_failed_step_stays_in_the_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A generation ahead may wait for its room, and the recovery for that generation."""
     update, restart = Dying.update, LosingEngines.restart_lost

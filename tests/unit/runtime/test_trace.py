@@ -44,6 +44,7 @@ def test_slices_agree_with_the_metrics(tmp_path: Path) -> None:
     assert {event["name"] for event in events if event["ph"] == "X"} == {*names, "step", "evaluation", "checkpoint"}
 
 
+@pytest.mark.slow
 def test_each_worker_has_the_calls_of_its_engine_by_node(tmp_path: Path) -> None:
     traced(tmp_path, True)
     events = checked_events(tmp_path / "trace.json")
@@ -64,6 +65,7 @@ def test_each_worker_has_the_calls_of_its_engine_by_node(tmp_path: Path) -> None
     }
 
 
+@pytest.mark.slow
 def test_arrows_follow_the_edges_of_the_graph(tmp_path: Path) -> None:
     traced(tmp_path, True)
     found = arrows_of(checked_events(tmp_path / "trace.json"), 2)
@@ -90,6 +92,7 @@ class Engine:
     def update(self) -> None: ...
 
 
+@pytest.mark.slow
 def test_a_trace_continues_when_the_run_goes_back_to_a_checkpoint(tmp_path: Path) -> None:
     plan: Any = rlflow.compile(load("recipe=fake", config_dir=CONFIG_DIR), "local")
     writer = TraceWriter(True)

@@ -60,6 +60,7 @@ def test_new_adapters_leave_the_model_as_it_is() -> None:
     assert (logprobs(TorchEngine(actor())) == logprobs(TorchEngine(actor(lora=None)))).all()
 
 
+@pytest.mark.slow
 def test_without_them_it_is_the_model_that_it_was() -> None:
     """Reading the base model between two updates does not change them."""
     engine, plain = trained(), TorchEngine(actor(lora=None))
@@ -112,6 +113,7 @@ def test_gradients_are_those_of_the_weights_that_they_stand_for() -> None:
         torch.testing.assert_close(b.grad, 6 / 4 * of_weight @ a.T, atol=1e-6, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_checkpointing_changes_nothing() -> None:
     of = actor()
     engine = trained(replace(of, layout=replace(of.layout, gradient_checkpointing=True)))
@@ -155,6 +157,7 @@ def test_layers_that_are_not_there(names: tuple[str, ...]) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_checkpoint_has_adapters_and_resumes_bit_for_bit(tmp_path: Path) -> None:
     engine, base = trained(), TorchEngine(actor())._model.state_dict()
     engine.save(tmp_path)
@@ -168,6 +171,7 @@ def test_a_checkpoint_has_adapters_and_resumes_bit_for_bit(tmp_path: Path) -> No
         assert (one == other).all(), name
 
 
+@pytest.mark.slow
 def test_it_exports_a_model_without_adapters_and_beside_it_peft_s(tmp_path: Path) -> None:
     from peft import PeftModel
 
@@ -186,6 +190,7 @@ def test_it_exports_a_model_without_adapters_and_beside_it_peft_s(tmp_path: Path
     assert (config["r"], config["lora_alpha"]) == (4, 6)
 
 
+@pytest.mark.slow
 def test_the_merged_model_computes_what_the_base_model_and_the_adapters_do(tmp_path: Path) -> None:
     """All are loaded by transformers and peft alone. The path of the base model is not in the adapters' files."""
     from peft import PeftModel

@@ -91,6 +91,7 @@ def test_rows_that_are_compared_stay_in_one_pass(limit: int, pieces: list[list[i
     assert lists(build_micro_batches(given.take(np.array([0])), limit)) == [[0]]
 
 
+@pytest.mark.slow
 @given(lengths=st.lists(st.integers(2, 60), min_size=1, max_size=30))
 def test_no_more_passes_than_first_fit_is_bound_to(lengths: list[int]) -> None:
     """Dosa 2007: 11/9 of the fewest and 6/9, which are at least as many as the tokens fill."""

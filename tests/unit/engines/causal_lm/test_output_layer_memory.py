@@ -54,6 +54,7 @@ def test_few_tokens_need_no_copy_of_the_output_layer(monkeypatch: pytest.MonkeyP
     assert peak(differentiate) < own + 6 * 2**16 * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", [[32], pytest.param([4] * 8, marks=pytest.mark.slow)], ids=["group_size", "prompts"])
 def test_the_peak_does_not_grow_with_the_batch(groups: list[int]) -> None:
     engine = TorchEngine(spec(capabilities=["Trains"], micro_batch_tokens=64))

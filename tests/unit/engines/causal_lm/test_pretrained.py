@@ -87,6 +87,7 @@ def test_vllm_gets_trust_remote_code(trusted: bool, tmp_path: Path) -> None:
     assert engine_arguments(spec(model=model), str(tmp_path), Config())["trust_remote_code"] is trusted
 
 
+@pytest.mark.slow
 def test_a_large_model_is_written_in_several_files_that_load_as_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

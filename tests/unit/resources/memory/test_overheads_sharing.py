@@ -73,6 +73,7 @@ def test_every_phase_counts_them() -> None:
     assert cache[0] - cache[1] == pytest.approx(0.25)
 
 
+@pytest.mark.slow
 def test_gpus_that_have_them() -> None:
     plan = plan_of("grpo_7b", "1x8@h100_80gb")
     kinds: dict[str, Gpu] = dict(plan.cluster.gpus)

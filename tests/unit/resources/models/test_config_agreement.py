@@ -61,6 +61,7 @@ def test_a_folder_with_other_figures(tmp_path: Path) -> None:
     assert taken.vocab_size == 151936
 
 
+@pytest.mark.slow
 def test_another_name_on_the_hub(hub: Path) -> None:
     name = "me/my-finetune"
     with pytest.raises(RecipeError) as raised:

@@ -147,6 +147,7 @@ def test_experts_have_none() -> None:
         required("model@models.policy=qwen3_30b_a3b", "roles.actor.lora={}")
 
 
+@pytest.mark.slow
 def test_fewer_gpus_are_enough() -> None:
     """Two of 80 GB, where all weights of a 32B model, which need 488 GiB with their state, do not fit."""
     whole = rlflow.compile(load("recipe=grpo_32b"), cluster(2)).prediction

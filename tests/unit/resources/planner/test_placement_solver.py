@@ -149,6 +149,7 @@ def test_as_good_as_every_way_tried(programme: bool, problem: tuple[list[PoolReq
         assert figures(problem[0], filled(*problem)) == brute_force(*problem)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("programme", [False, True], ids=["one by one", "integer programme"])
 @settings(max_examples=50)
 @given(problem=problems())
@@ -273,6 +274,7 @@ def test_128_hosts_and_units_that_do_not_divide_a_host() -> None:
     assert figures(pools, filled(pools, hosts(*[8] * 128))) == (500, 65, 156)
 
 
+@pytest.mark.slow
 def test_large_clusters_of_several_kinds_agree_with_themselves_in_any_order() -> None:
     pools = [request(name, unit, units) for name, unit, units in [("a", 4, 33), ("b", 3, 50), ("c", 1, None)]]
     uneven = hosts(*[8] * 50, *[7] * 6, *[6] * 4)

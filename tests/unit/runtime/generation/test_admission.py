@@ -72,6 +72,7 @@ OVERLAPS = st.builds(
 )
 
 
+@pytest.mark.slow
 @given(overlap=OVERLAPS, moves=MOVES)
 @settings(max_examples=200)
 def test_no_schedule_makes_a_token_too_old_and_every_run_ends(overlap: Overlap, moves: list[tuple[str, int]]) -> None:

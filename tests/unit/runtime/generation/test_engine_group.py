@@ -76,6 +76,7 @@ def test_samples_go_out_in_few_messages() -> None:
     assert [sum(map(len, engine.given)) for engine in workers.engines] == [30, 30]
 
 
+@pytest.mark.slow
 def test_many_samples_take_a_message_for_each_load_of_an_engine() -> None:
     """1,024 samples on engines that finish 32 at once: 32 messages, and three for each engine at start and end."""
     workers = Threads([WritingEngine(spec(), (32, 100_000)) for _ in range(2)])

@@ -82,6 +82,7 @@ def test_the_lower_bound(shape: str) -> None:
         assert lower_bound(costs, count) == pytest.approx(expected_lower_bound(costs, count))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 3])
 def test_few_numbers_against_all_ways_to_divide_them(count: int) -> None:
     """Never worse than the bound of the largest first (Graham 1969), 4/3 - 1/(3 K) of the best."""
@@ -123,6 +124,7 @@ def test_counts_are_equal_where_that_is_even() -> None:
     assert counts.max() - counts.min() <= 1
 
 
+@pytest.mark.slow
 def test_two_lengths_alone_are_divided_within_a_few_percent() -> None:
     """Sums differ by multiples of the lengths, so an even division does not always exist and is not always found."""
     draw = np.random.default_rng(0)

@@ -103,6 +103,7 @@ def test_a_task_on_the_hosts_of_its_samples_fetches_none_of_them() -> None:
     assert read(None) > read("actor")
 
 
+@pytest.mark.slow
 def test_the_plan_tells_and_the_hosts_memory_counts_it() -> None:
     demands = [demand("actor", SEVEN_B), demand("reference", SEVEN_B), demand("rollout", SEVEN_B)]
     given = workload(demands, longest=4096, samples=1024)
