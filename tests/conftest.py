@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -61,10 +62,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the texts as they are now")
 
 
+_NUMBERS = count()
+
+
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Put models that recipes make into a folder of the test's own."""
-    folder = tmp_path / "cache"
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Put models that recipes make into a folder of the test's own, which is made when it is needed."""
+    folder = tmp_path_factory.getbasetemp() / "caches" / str(next(_NUMBERS))
     monkeypatch.setenv("RLFLOW_CACHE", str(folder))
     return folder
 

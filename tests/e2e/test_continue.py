@@ -43,6 +43,7 @@ def run(typed: Typed, tmp_path: Path, finished: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_more_steps(typed: Typed, run: Path) -> None:
     model = (run / "model" / "actor").stat().st_ino
     code, out, errors = typed("resume=run", "steps=+3")

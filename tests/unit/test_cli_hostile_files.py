@@ -10,7 +10,6 @@ from benchmarks.hostile_files import FILES
 from benchmarks.hostile_recipes import write_files
 from rlflow.cli import main
 
-
 # One of a cluster and one of a model for `make check`.
 QUICK = {"cluster: an escape code", "model: a list of lists"}
 

@@ -137,6 +137,7 @@ def test_a_file_that_is_no_plan(tmp_path: Path, content: str | None, message: st
         read_plan(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "cluster", "override", "message"),
     [

@@ -101,6 +101,7 @@ def test_no_other_way_to_share_has_a_shorter_step_when_both_are_simulated(stalen
     assert step() <= 1.01 * min(step(*pins) for pins in ways)
 
 
+@pytest.mark.slow
 def test_both_sides_take_equally_long() -> None:
     """The step is as long as the longer side and the weight sync, and neither side is idle for long."""
     # Sides that take equally long on average wait for each other in turns, so training is longer here.

@@ -52,6 +52,7 @@ def test_a_pinned_size_may_be_tight() -> None:
     assert rlflow.compile(load(*pinned, *safer.split()), "1x8@l40s").prediction.verdict == "FITS"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "cluster", "state_gib"),
     [

@@ -87,6 +87,7 @@ def cost_of(file: Path) -> tuple[str, float, float]:
     return message, seconds, mib
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in BOMBS]
 )
@@ -107,6 +108,7 @@ def test_a_bomb_in_a_folder_is_found(tmp_path: Path) -> None:
         load_rows(data, "split")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["rows.parquet", "rows.jsonl.gz"])
 def test_usual_files_are_read(name: str, tmp_path: Path) -> None:
     """Rows share a long instruction, and are larger than what every file may have."""

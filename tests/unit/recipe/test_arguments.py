@@ -77,6 +77,7 @@ def loaded(*overrides: str) -> Recipe:
     return rlflow.load(overrides)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("typed", ["runs/mine.yaml", "./runs/mine.yaml", "runs/mine", "{folder}/runs/mine.yaml"])
 def test_a_recipe_is_given_by_its_path_from_anywhere(
     typed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

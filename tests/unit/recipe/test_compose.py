@@ -57,6 +57,7 @@ def test_a_wrong_word_at_the_front_door(override: str) -> None:
         options_from_config(compose([override]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [

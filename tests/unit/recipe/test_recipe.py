@@ -84,6 +84,7 @@ def test_a_recipe_that_starts_from_itself(tmp_path: Path) -> None:
         rlflow.load(["recipe=ring"], tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["nan", "1e3", "[1]", "a,b", "x=y", "it's\\", "~nobody-here", ""])
 def test_the_recipe_of_a_model_is_a_name_whatever_hydra_reads_in_it(name: str, tmp_path: Path) -> None:
     own = tmp_path / "own.yaml"

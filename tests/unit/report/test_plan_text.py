@@ -32,6 +32,7 @@ def test_picture(recipe: str, cluster: str, golden: Callable[[str, str], None]) 
     golden(f"plans/{recipe}-{cluster}.txt", text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [80, 120])
 def test_other_widths_say_the_same(width: int) -> None:
     plan = rlflow.compile(load("recipe=grpo_32b"), "1x8+1x7")

@@ -167,6 +167,7 @@ def test_a_run_without_samples_and_evaluations_has_curves(tmp_path: Path) -> Non
     assert [image["alt"] for image in shown.images][1:] == ["rewards/mean: 0.1 in step 1, 0.2 in step 2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [60, 80, 200])
 def test_a_plan_is_shown_for_the_width_of_the_terminal(
     width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -31,6 +31,7 @@ def test_the_new_text_stands_there(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_old_plan(tmp_path: Path, full_disk: Callable[[], None]) -> None:
     plans = [rlflow.compile(load("recipe=fake", f"seed={seed}", config_dir=CONFIG_DIR)) for seed in (1, 2)]
     write_plan(plans[0], tmp_path)

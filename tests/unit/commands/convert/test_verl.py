@@ -158,6 +158,7 @@ def test_every_argument_has_a_place_or_a_remark() -> None:
     assert any(remark.startswith("actor_rollout_ref.actor.fsdp_config") for remark in remarks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", [GRPO, ARRAYS], ids=["arguments", "arrays"])
 def test_the_recipe_of_a_32b_model_is_short_and_plans(
     script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -254,6 +255,7 @@ IN_LOSS = "actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.rollout.n=
 PENALIZED = {"kl": {"node": "kl_divergence"}, "penalized": {"node": "kl_penalty", "kl_coef": 0.001}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("estimator", "arguments", "nodes"),
     [

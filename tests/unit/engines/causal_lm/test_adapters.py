@@ -82,6 +82,7 @@ def test_only_adapters_are_trained() -> None:
     assert len(engine._optimizer.state_dict()["state"]) == len(with_gradients)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_adapters_are_trained_in_float32_and_computed_in_the_type_of_the_model(dtype: Any) -> None:
     engine = trained(actor(model=replace(MODEL, dtype=dtype)))

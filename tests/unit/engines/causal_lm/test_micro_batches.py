@@ -100,6 +100,7 @@ def test_no_more_passes_than_first_fit_is_bound_to(lengths: list[int]) -> None:
     assert num_micro_batches(of([(1, [length - 1]) for length in lengths]), 60) <= bound
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
 def test_as_few_passes_as_can_be(seed: int) -> None:
     """No way to put six rows into passes has fewer; first-fit decreasing is exact for so few."""

@@ -41,7 +41,7 @@ def gradients(values: Tensor, *of: Tensor | None, entropy: float = 0.3) -> list[
 
 
 # One chunk; parts of the vocabulary; parts of both.
-@pytest.mark.parametrize("at_once", [2**20, T * 25, 130, 7])
+@pytest.mark.parametrize("at_once", [2**20, T * 25, 130, pytest.param(7, marks=pytest.mark.slow)])
 def test_chunks_are_the_whole(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
     monkeypatch.setattr(head, "_CPU_LOGITS_AT_ONCE", at_once)
     for temperature, bias, entropy in product((1.0, 0.7), (False, True), (0.0, 0.3)):

@@ -112,6 +112,7 @@ def test_a_file_of_weights_has_at_most_five_gigabytes() -> None:
     assert pretrained._LARGEST_FILE == "5GB"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("head", "trains"), [("value", False), ("reward", False), ("value", True)])
 def test_a_language_model_has_no_other_head_than_its_own(head: Head, trains: bool, tmp_path: Path) -> None:
     """A head that is never trained must come with the model."""

@@ -115,6 +115,7 @@ def test_sequences_end_at_the_end_token_and_leave_the_others_alone() -> None:
         assert cut.finished[row] == bool(stops.size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tokens", "live"), [(4096, 4), (8, 256), (8, 3), (1, 1), (4096, 20)])
 def test_responses_do_not_depend_on_the_batch(tokens: int, live: int) -> None:
     given, sampling = prompts((3, 7, 1, 2)), Sampling(max_tokens=6, group_size=5)

@@ -15,6 +15,7 @@ from tests.unit.resources.models.test_architecture import config_fields
 WHOLE = TrainingMemory(logits_at_once=float("inf"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2_5_1_5b", "qwen2_5_7b", "qwen3_8b", "llama3_1_8b", "qwen3_30b_a3b"])
 def test_parameters_are_those_of_transformers(name: str) -> None:
     from transformers import AutoConfig, AutoModelForTokenClassification

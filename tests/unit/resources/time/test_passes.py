@@ -98,6 +98,7 @@ def test_one_sequence_takes_its_tokens_times_a_step() -> None:
     assert decoder.seconds(1, 0) == pytest.approx(read + 32 * 20e-6 + 2.5e-3 + 10e-6, rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "responses", [Lengths((300.0,)), Lengths.log_normal(600, 4096), Lengths.log_normal(3000, 4096)]
 )

@@ -17,6 +17,7 @@ def drained(queue: RowQueue) -> list[int]:
     return rows
 
 
+@pytest.mark.slow
 @given(
     ranks=st.lists(st.integers(0, 3), min_size=NUM_ROWS, max_size=NUM_ROWS),
     order=st.permutations(range(NUM_ROWS)),

@@ -40,6 +40,7 @@ def lengths_of(of: Any) -> Rewards:
     return Rewards(values=(of.keys[:, 1] * 1000 + of.response_ids.lengths).astype(np.float32))
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 9)), min_size=1, max_size=20))
 def test_each_sample_is_processed_on_its_host_and_comes_back_in_its_place(places: list[tuple[str, int]]) -> None:
     hosts, lengths = [host for host, _ in places], [length for _, length in places]

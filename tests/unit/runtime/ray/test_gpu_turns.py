@@ -151,6 +151,7 @@ PLANS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "cluster", "overrides"), PLANS)
 def test_caches_are_released_at_every_hand_over(recipe: str, cluster: str, overrides: list[str]) -> None:
     plan = rlflow.compile(load(f"recipe={recipe}", *overrides), cluster)
