@@ -334,7 +334,9 @@ def test_a_function_that_only_this_process_can_import(monkeypatch: pytest.Monkey
         ProcessPool({"made_here": RewardTerm(function="made_here:reward")})
 
 
-@pytest.mark.parametrize("deaths", [10, pytest.param(200, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "deaths", [pytest.param(10, marks=pytest.mark.slow), pytest.param(200, marks=pytest.mark.soak)]
+)
 def test_no_call_is_lost_when_workers_die(deaths: int, pool: ProcessPool) -> None:
     found = outcomes(pool, ["good", "exit", "good", "another number"] * deaths, "patient")
     assert found[::2] == [1.5] * 2 * deaths

@@ -1,6 +1,7 @@
 """The order of queued samples, compared with a sort of all of them."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
