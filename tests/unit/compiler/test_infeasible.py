@@ -144,8 +144,8 @@ def test_shorter_responses() -> None:
 
 @pytest.mark.slow
 def test_random_recipes() -> None:
-    """A few of those that ``benchmarks.fixes`` draws, from another seed."""
-    for case, error in infeasible_cases(3, seed=11):
+    """One of those that ``benchmarks.fixes`` draws, from another seed."""
+    for case, error in infeasible_cases(1, seed=11):
         assert broken_fixes(case, error) == []
         assert is_true(case, error)
 

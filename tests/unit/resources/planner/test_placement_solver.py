@@ -142,7 +142,7 @@ def some_pool(draw: st.DrawFn, name: str, *, opened: bool) -> PoolRequest:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("programme", [False, True], ids=["one by one", "integer programme"])
-@settings(max_examples=500)
+@settings(max_examples=100)
 @given(problem=problems())
 def test_as_good_as_every_way_tried(programme: bool, problem: tuple[list[PoolRequest], Cluster]) -> None:
     with without_shortcut(programme):

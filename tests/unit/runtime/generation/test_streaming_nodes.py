@@ -85,7 +85,7 @@ def test_nodes_with_a_state_or_a_number_for_the_batch_do_not_stream() -> None:
 
 @pytest.mark.slow
 @given(seed=st.integers(0, 1000), events=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 5)), max_size=20))
-@settings(max_examples=60)
+@settings(max_examples=20)
 def test_random_parts_and_failures_change_no_bit(seed: int, events: list[tuple[int, int]]) -> None:
     """An event is some finished samples of an engine, or with 0 its failure. Each engine has responses of its own."""
     draw = np.random.default_rng(seed)

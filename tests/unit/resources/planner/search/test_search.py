@@ -34,7 +34,7 @@ def test_as_many_engines_as_hosts_hold(gpus: tuple[int, ...], size: int, engines
     size=st.sampled_from([1, 2, 3, 4, 6, 8]),
     taken=st.randoms(use_true_random=False),
 )
-@settings(max_examples=500)
+@settings(max_examples=100)
 def test_engines_equal_brute_force(gpus: list[int], size: int, taken: random.Random) -> None:
     """Uneven and partly occupied hosts get as many engines as a count by hand gives, and none spans two hosts."""
     free = [tuple(g for g in range(count) if taken.random() < 0.8) for count in gpus]
