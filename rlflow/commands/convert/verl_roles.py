@@ -2,12 +2,12 @@
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from rlflow.commands.convert.verl_arguments import ACTOR, Arguments
 from rlflow.errors import RecipeError
 from rlflow.recipe.compose import CONF
+from rlflow.resources.models.config import find_config
 
 _MODEL = "actor_rollout_ref.model"
 # Where versions of verl have the number of positions.
@@ -15,37 +15,55 @@ _POSITIONS = (
     f"{_MODEL}.override_config.max_position_embeddings",
     f"{_MODEL}.override_config.model_config.max_position_embeddings",
 )
+# Names of models with the sizes of others, as regular expressions.
+_SAME_SIZES: Mapping[str, str] = {
+    # Qwen2 and Qwen2.5-Coder have the sizes of Qwen2.5.
+    r"qwen-?2(\.5)?[-_](coder-)?(?=[\d.]+b|math)": "qwen2.5-",
+    r"llama-?(3(\.\d)?)-": r"llama-\1-",
+}
 # Endings of names of models that share their sizes.
 _VARIANT = re.compile(r"-(instruct|base|it|chat|hf)$", re.IGNORECASE)
 
 
 def model_card(name: str, path: str, models: dict[str, Any], arguments: Arguments) -> str | None:
-    """Return the name in conf/model of the model at this path; None if it has none.
+    """Return the name in conf/model of the model at this path; None if it has none, or a config.json on this machine.
 
-    Adds the path to ``models`` if the card is that of a variant, or if there is none.
+    Adds the path to ``models`` unless the card is that of the very model.
     """
+    cards = {
+        file.stem: card[1]
+        for file in sorted((CONF / "model").glob("*.yaml"))
+        if (card := re.search(r"^architecture_of: (.+)$", file.read_text(), re.MULTILINE))
+    }
+    if exact := next((stem for stem, model in cards.items() if model == path), None):
+        models[name] = _overrides(name, arguments)
+        return exact
     if "$" in path:
         arguments.note(f"models.{name}.path", "has a variable of the shell; write the path")
-    variant = _VARIANT.sub("", Path(path).name).lower()
-    similar = None
-    for file in sorted((CONF / "model").glob("*.yaml")):
-        card = re.search(r"^architecture_of: (.+)$", file.read_text(), re.MULTILINE)
-        if card and card[1] == path:
-            models[name] = _overrides(name, arguments)
-            return file.stem
-        if card and _VARIANT.sub("", card[1].rpartition("/")[2]).lower() == variant:
-            similar = file.stem, card[1]
-    if similar is None:
-        models[name] = {"path": path}
-        arguments.remarks.setdefault(
-            f"models.{name}.path", f"needs the config.json in that folder, or models.{name}.architecture"
-        )
+    models[name] = {"path": path}
+    if find_config(path) is not None:
         return None
-    models[name] = {"path": path, "architecture_of": path, **_overrides(name, arguments)}
-    arguments.note(
-        f"models.{name}.architecture", f"taken to be that of {similar[1]}; the run compares it with the model's own"
-    )
-    return similar[0]
+    similar = _similar(path, cards)
+    if similar is None:
+        remark = f"needs the config.json in that folder, or models.{name}.architecture"
+        arguments.remarks.setdefault(f"models.{name}.path", remark)
+        return None
+    models[name] |= {"architecture_of": path, **_overrides(name, arguments)}
+    remark = f"taken to be that of {cards[similar]}; the run compares it with the model's own"
+    arguments.note(f"models.{name}.architecture", remark)
+    return similar
+
+
+def _similar(path: str, cards: Mapping[str, str]) -> str | None:
+    """Return the card whose model has the sizes of the one at this path, as far as names say."""
+    path = path.lower()
+    for pattern, replacement in _SAME_SIZES.items():
+        path = re.sub(pattern, replacement, path)
+    names = {stem: _VARIANT.sub("", model.rpartition("/")[2]).lower() for stem, model in cards.items()}
+    fitting = [
+        stem for stem, name in names.items() if re.search(rf"(?<![a-z0-9.]){re.escape(name)}(?![a-z0-9.])", path)
+    ]
+    return max(fitting, key=lambda stem: len(names[stem]), default=None)
 
 
 def _overrides(name: str, arguments: Arguments) -> dict[str, Any]:

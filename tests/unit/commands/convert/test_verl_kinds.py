@@ -244,3 +244,47 @@ def test_a_remark_names_keys_of_its_own_role(beginning: str, role: str) -> None:
 )
 def test_arguments_of_the_chat_template(arguments: str) -> None:
     assert content(GRPO + arguments)["data"]["template_options"] == {"enable_thinking": False}
+
+
+@pytest.mark.parametrize("key", ["reward_model.rollout.name", "+reward_model.reward_models.judge.model.path"])
+def test_a_model_that_a_function_asks_is_no_reward_model(key: str) -> None:
+    judge = f"reward_model.enable=True {key}=x custom_reward_function.path=judge.py"
+    converted = convert(GRPO + judge)
+    assert "reward" not in yaml.safe_load(converted.recipe)["roles"]
+    assert "serve it yourself" in converted.remarks["reward_model.enable=True"]
+
+
+@pytest.mark.parametrize("key", ["ref.model.path", "ref.model_path"])
+def test_a_reference_may_be_another_model(key: str) -> None:
+    recipe = content(f"{GRPO} {KL} actor_rollout_ref.{key}=my/teacher")
+    assert recipe["models"] == {"reference": {"path": "my/teacher"}}
+    assert recipe["roles"]["reference"]["model"] == "reference"
+
+
+@pytest.mark.parametrize(
+    ("path", "card"),
+    [
+        ("Qwen/Qwen2.5-7B", "qwen2_5_7b"),
+        ("Qwen/Qwen2-7B-Instruct", "qwen2_5_7b"),
+        ("/m/Qwen2.5-Coder-32B-Instruct", "qwen2_5_32b"),
+        ("$ROOT/multiturn-sft-qwen-2.5-7b-instruct/global_step_372", "qwen2_5_7b"),
+        ("my/Qwen2.5-Math-7B-16k-think", "qwen2_5_math_7b"),
+        ("ckpt/DeepSeek-R1-Distill-Qwen-7B-sft", "deepseek_r1_distill_qwen_7b"),
+        ("meta-llama/Llama3.1-8B-Instruct", "llama3_1_8b"),
+        ("my/own-7b", None),
+        ("my/Qwen3-80B", None),
+        ("x/Qwen2.5-7Bx", None),
+    ],
+)
+def test_a_model_has_the_sizes_that_its_name_says(path: str, card: str | None) -> None:
+    recipe = content(GRPO.replace("Qwen/Qwen2.5-7B-Instruct", path))
+    assert recipe.get("defaults", [None])[0] == (card and {"/model@models.policy": card})
+    assert recipe["models"]["policy"] == {"path": path, **({"architecture_of": path} if card else {})}
+
+
+def test_the_config_of_a_model_on_this_machine_counts(tmp_path: Path) -> None:
+    (tmp_path / "Qwen2.5-7B").mkdir()
+    (tmp_path / "Qwen2.5-7B" / "config.json").write_text("{}")
+    converted = convert(GRPO.replace("Qwen/Qwen2.5-7B-Instruct", f"{tmp_path}/Qwen2.5-7B"))
+    assert yaml.safe_load(converted.recipe)["models"]["policy"] == {"path": f"{tmp_path}/Qwen2.5-7B"}
+    assert "models.policy.path" not in converted.remarks
