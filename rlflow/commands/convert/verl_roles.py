@@ -48,7 +48,7 @@ def model_card(name: str, path: str, models: dict[str, Any], arguments: Argument
         remark = f"needs the config.json in that folder, or models.{name}.architecture"
         arguments.remarks.setdefault(f"models.{name}.path", remark)
         return None
-    models[name] |= {"architecture_of": path, **_overrides(name, arguments)}
+    models[name] |= {"architecture_of": path, **(_overrides(name, arguments) or _positions(name, similar, arguments))}
     remark = f"taken to be that of {cards[similar]}; the run compares it with the model's own"
     arguments.note(f"models.{name}.architecture", remark)
     return similar
@@ -74,6 +74,19 @@ def _overrides(name: str, arguments: Arguments) -> dict[str, Any]:
             arguments.used.add(key)
             return {"architecture": {"max_position_embeddings": positions}}
     return {}
+
+
+def _positions(name: str, card: str, arguments: Arguments) -> dict[str, Any]:
+    """Return as many positions as the script needs, where the policy comes from a model with fewer."""
+    needed = sum(arguments.get(f"data.max_{part}_length") for part in ("prompt", "response"))
+    known = re.search(
+        r"^ *max_position_embeddings: (\d+)$", (CONF / "model" / f"{card}.yaml").read_text(), re.MULTILINE
+    )
+    if name != "policy" or known is None or needed <= int(known[1]):
+        return {}
+    key = f"models.{name}.architecture.max_position_embeddings"
+    arguments.note(key, f"{needed} as the script needs, and must be in the config.json of the model")
+    return {"architecture": {"max_position_embeddings": needed}}
 
 
 def has_reference(arguments: Arguments) -> bool:
