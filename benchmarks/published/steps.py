@@ -136,7 +136,7 @@ def predict(case: Case, efficiency: Efficiency | None = None) -> Step:
             Kernels(
                 gradient_bytes=case.training.gradients,
                 fused_layers=fused,
-                fused_loss=case.training.fused_loss,
+                logit_bytes=(8 if case.training.fused_loss else 24, 12),
                 adapters=case.training.lora is not None,
             ),
         ).seconds

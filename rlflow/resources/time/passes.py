@@ -25,7 +25,7 @@ _STORE_COPY, _STORE_TCP, _STORE_S = 3e9, 1.5e9, 5e-3
 _HOST_STEP_S, _HOST_SAMPLE_S, _HOST_TOKEN_S = 0.1, 0.08e-3, 0.6e-6
 # Time of each tensor of the file in a weight sync: it is gathered, renamed, looked up and copied into the engine. A
 # model with experts has tens of thousands.
-_SYNC_TENSOR_S = 0.7e-3
+SYNC_TENSOR_S = 0.7e-3
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,10 @@ class Kernels:
     adapters: bool = False
     """Only adapters have gradients, which halves the matrix products of the backward pass."""
     fused_layers: bool = False
-    fused_loss: bool = False
+    logit_bytes: tuple[float, float] = (24, 12)
+    """Bytes that the output layer reads and writes for each logit besides its products, in training and in scoring."""
+    recomputes_logits: bool = False
+    """Logits are computed once more for their gradients."""
     flash: bool = True
 
 
@@ -81,7 +84,8 @@ def training(model: Architecture, layout: Layout, speed: Speed, batch: PassBatch
         _Products(
             forward=2 if layout.gradient_checkpointing else 1,
             backward=1 if kernels.adapters else 2,
-            logit_bytes=8 if kernels.fused_loss else 24,
+            heads=1 if kernels.recomputes_logits else 0,
+            logit_bytes=kernels.logit_bytes[0],
         ),
     )
     if kernels.adapters:
@@ -102,7 +106,7 @@ def training(model: Architecture, layout: Layout, speed: Speed, batch: PassBatch
 
 def scoring(model: Architecture, layout: Layout, speed: Speed, batch: PassBatch, kernels: Kernels = Kernels()) -> Pass:
     """Predict a forward pass over a batch, over all ranks."""
-    return _passes(model, layout, speed, batch, kernels, _Products(forward=1, backward=0, logit_bytes=12))
+    return _passes(model, layout, speed, batch, kernels, _Products(forward=1, backward=0, logit_bytes=kernels.logit_bytes[1]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +115,8 @@ class _Products:
 
     forward: int
     backward: int
+    heads: int = 0
+    """Forward passes of the output layer alone."""
     logit_bytes: float
     """The bytes that are moved for each logit."""
 
@@ -132,6 +138,7 @@ def _passes(
     here = attending * batch.computed
     work, passes = forward_work(model, kernels.value_bytes), forward + (2 if backward else 0)
     multiplied = (forward + backward) * work.product_seconds(speed, here)
+    multiplied += products.heads * 2 * here * model.num_outputs * model.hidden_size / speed.matmul_of(model.hidden_size)
     if here and not speed.is_cpu:
         multiplied *= 1 + efficiency.small_batch_tokens / here
     other = work.other_seconds(
@@ -223,7 +230,7 @@ def sync_seconds(
     """
     gpus = source_gpus if same_gpus else source_gpus + target_gpus
     rate = speed.link if gpus <= speed.gpus_per_host else min(speed.link, speed.network)
-    return speed.efficiency.sync_s + max(weight_bytes / (rate * speed.efficiency.link), tensors * _SYNC_TENSOR_S)
+    return speed.efficiency.sync_s + max(weight_bytes / (rate * speed.efficiency.link), tensors * SYNC_TENSOR_S)
 
 
 def gather_seconds(model: Architecture, layout: Layout, speed: Speed) -> float:

@@ -84,8 +84,9 @@ class Efficiency(Section):
     turn_s: Seconds = 0.1
     """Time of a role to give up GPU memory that others need, and to take it again, whatever its size: calls, garbage
     collection, waiting for kernels. An estimate; with a full garbage collection it was 0.48 s on one H200."""
-    sleep_gib_s: Seconds = 7e-3
-    """Time of vLLM to release a GiB of GPU memory and to map it again: 129 GiB took about 0.9 s on one H200."""
+    sleep_gib_s: Seconds = 8e-3
+    """Time of vLLM to release a GiB of GPU memory and to map it again. A generation of a tiny model took 1.5 s on one
+    H200, of which 124 GiB of weights and KV cache took 0.97 s."""
     process_gib: Annotated[float, Ge(0)] = 0.7
     """Host memory of a process without a model: the interpreter with its libraries. Counted on CPUs."""
     peak_tflops: Positive | None = None

@@ -6,10 +6,12 @@ from math import ceil
 
 from rlflow.resources.demand import Demand
 from rlflow.resources.layout import GIB, Layout
+from rlflow.resources.models.architecture import Architecture
 from rlflow.resources.models.lora import adapter_parameters, adapter_tensors
 from rlflow.resources.planner.pools import Pool, RoleChoice
 from rlflow.resources.time.decoding import Generation, Requests, decoder_of, generation
 from rlflow.resources.time.passes import (
+    SYNC_TENSOR_S,
     Kernels,
     PassBatch,
     host_seconds,
@@ -23,9 +25,12 @@ from rlflow.resources.workload import Task, Workload
 
 # vLLM's default for a batch on GPUs of 70 GiB and more (EngineArgs.get_batch_defaults).
 MAX_NUM_SEQS = 1024
-# Time of each tensor that goes to an engine on the same GPU by CUDA IPC: copies of 0.5B took 0.12 s more than those of
-# a tiny model on one H200, with 240 tensors more.
-_LOCAL_TENSOR_S = 0.5e-3
+# Bytes for each logit of the compiled output layer, and for each value of a hidden state besides, in training and in
+# scoring, counted by ``benchmarks.update_budgets``: 16.7 and 24.6 with 896 and 3,584 values in training, 4.3 and 5.4 in
+# scoring. Gradients of hidden states and of the layer are added up tile by tile, so that wide states take more.
+_TRAINED_LOGIT_BYTES, _SCORED_LOGIT_BYTES = (14.0, 2.95e-3), (4.0, 3.8e-4)
+# The narrowest models whose layers are compiled (engines/causal_lm/compilation.py).
+_COMPILED_WIDTH = 512
 DEFAULT_NUM_SEQS = 256
 """Sequences that an engine generates at once where its memory is not planned."""
 
@@ -73,12 +78,39 @@ def _work_seconds(demand: Demand, task: Task, layout: Layout, speed: Speed, kv_t
     batch = PassBatch(tokens=task.tokens, length=task.typical_length, computed=computed_share(task))
     if task.kind == "update":
         batch = replace(batch, tokens=task.tokens * task.epochs, minibatches=task.minibatches)
-        adapters = demand.training.lora is not None
-        kernels = Kernels(value_bytes=demand.weight_bytes, gradient_bytes=demand.training.gradients, adapters=adapters)
-        return training(model, layout, speed, batch, kernels).seconds
+        return training(model, layout, speed, batch, engine_kernels(demand, layout, speed)).seconds
     if task.kind == "score":
-        return scoring(model, layout, speed, batch, Kernels(value_bytes=demand.weight_bytes)).seconds
+        return scoring(model, layout, speed, batch, engine_kernels(demand, layout, speed)).seconds
     return sum(turn.seconds for turn in generations(demand, task, layout, speed, kv_tokens))
+
+
+def engine_kernels(demand: Demand, layout: Layout, speed: Speed) -> Kernels:
+    """Return how rlflow's engines compute passes: on GPUs the output layer is compiled, and layers where that pays.
+
+    Layers are not compiled under ZeRO 3, with experts, in small models, without a kernel for segments (in float32),
+    and by engines that only score.
+    """
+    model = demand.architecture
+    assert model is not None
+    kernels = Kernels(
+        value_bytes=demand.weight_bytes,
+        gradient_bytes=demand.training.gradients,
+        adapters=demand.training.lora is not None,
+    )
+    if speed.is_cpu:
+        return kernels
+    is_trainer = "sequence" in demand.parallel
+    pays = model.hidden_size >= _COMPILED_WIDTH and not model.num_experts and layout.zero_stage != 3
+    return replace(
+        kernels,
+        fused_layers=is_trainer and pays and demand.weight_bytes == 2,
+        logit_bytes=(_logit_bytes(model, *_TRAINED_LOGIT_BYTES), _logit_bytes(model, *_SCORED_LOGIT_BYTES)),
+        recomputes_logits=True,
+    )
+
+
+def _logit_bytes(model: Architecture, base: float, per_value: float) -> float:
+    return base + per_value * model.hidden_size
 
 
 def generations(demand: Demand, task: Task, layout: Layout, speed: Speed, kv_tokens: float) -> tuple[Generation, ...]:
@@ -178,5 +210,5 @@ def weight_sync_seconds(
     size = parameters * target.weight_bytes
     # Processes on a CPU share none of its memory.
     if same_gpus and source_gpus == target_gpus == 1 and not (speed.is_cpu and target.own_process):
-        return 2 * size / speed.memory + tensors * _LOCAL_TENSOR_S * target.own_process
+        return 2 * size / speed.memory + tensors * SYNC_TENSOR_S * target.own_process
     return sync_seconds(size, source_gpus, target_gpus, speed, same_gpus=same_gpus, tensors=tensors)
