@@ -53,15 +53,20 @@ _WAITS = ("_local_scalar_dense", "nonzero", "_unique2", "masked_select", "unique
 _NEW_SHAPES = 10
 
 
-def bytes_per_logit(tokens: int = 8192, width: int = 896, vocabulary: int = 151_936) -> float:
-    """Return the bytes that the output layer reads and writes for each logit, forward and backward, in bfloat16."""
+def bytes_per_logit(tokens: int = 8192, width: int = 896, vocabulary: int = 151_936, *, trains: bool = True) -> float:
+    """Return the bytes that the output layer reads and writes for each logit in bfloat16.
+
+    Where it ``trains``, these are those of the forward and the backward pass.
+    """
     hidden = torch.empty(tokens, width, dtype=torch.bfloat16, device="meta", requires_grad=True)
     weight = torch.empty(vocabulary, width, dtype=torch.bfloat16, device="meta", requires_grad=True)
     targets = torch.empty(tokens, dtype=torch.int64, device="meta")
     compiled = mock.patch.multiple(output_layer, _fused=_counted, can_compile=lambda device: True)
     with compiled, _OperatorBytes() as counter:
-        scores = output_layer.score_targets(hidden, weight, None, targets, 1.0, "reported")
-        torch.autograd.grad(scores[:, 0].sum(), [hidden, weight])
+        with torch.set_grad_enabled(trains):
+            scores = output_layer.score_targets(hidden, weight, None, targets, 1.0, "reported" if trains else "unused")
+        if trains:
+            torch.autograd.grad(scores[:, 0].sum(), [hidden, weight])
     return float(counter.total / (tokens * vocabulary))
 
 

@@ -2,7 +2,12 @@
 
 import pytest
 
+import rlflow
 from benchmarks import update_budgets
+from rlflow.compiler.lower import lower
+from rlflow.resources.planner.prediction.task_times import engine_kernels
+from rlflow.resources.time.speed import Efficiency, gpu_speed
+from tests.helpers import load
 
 pytestmark = pytest.mark.slow
 
@@ -12,6 +17,20 @@ def test_the_output_layer_moves_few_bytes() -> None:
     # product writes them again (2), one kernel reads them and writes their gradients (4), and two products read those
     # (4). Sums of gradients come on top.
     assert 14 < update_budgets.bytes_per_logit() <= update_budgets.GOALS["bytes_per_logit"]
+
+
+@pytest.mark.parametrize("model", ["qwen2_5_0_5b", "qwen2_5_7b"])
+def test_the_planner_counts_as_many_bytes(model: str) -> None:
+    plan = rlflow.compile(load("recipe=grpo_7b", f"model@models.policy={model}"), "1x8")
+    [demand] = [demand for demand in lower(plan.recipe, plan.graph).demands if demand.role == "actor"]
+    layout = plan.roles["actor"].layout
+    kernels = engine_kernels(demand, layout, gpu_speed(plan.cluster.gpus["h100_80gb"], 8, Efficiency()))
+    assert demand.architecture is not None
+    width = demand.architecture.hidden_size
+    counted = [update_budgets.bytes_per_logit(width=width, trains=trains) for trains in (True, False)]
+    assert list(kernels.logit_bytes) == pytest.approx(counted, rel=0.02)
+    assert kernels.recomputes_logits
+    assert kernels.fused_layers == (layout.zero_stage != 3)
 
 
 def test_the_host_never_waits_within_an_update() -> None:

@@ -106,7 +106,9 @@ def training(model: Architecture, layout: Layout, speed: Speed, batch: PassBatch
 
 def scoring(model: Architecture, layout: Layout, speed: Speed, batch: PassBatch, kernels: Kernels = Kernels()) -> Pass:
     """Predict a forward pass over a batch, over all ranks."""
-    return _passes(model, layout, speed, batch, kernels, _Products(forward=1, backward=0, logit_bytes=kernels.logit_bytes[1]))
+    return _passes(
+        model, layout, speed, batch, kernels, _Products(forward=1, backward=0, logit_bytes=kernels.logit_bytes[1])
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

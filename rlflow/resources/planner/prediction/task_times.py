@@ -92,18 +92,17 @@ def engine_kernels(demand: Demand, layout: Layout, speed: Speed) -> Kernels:
     """
     model = demand.architecture
     assert model is not None
-    kernels = Kernels(
-        value_bytes=demand.weight_bytes,
-        gradient_bytes=demand.training.gradients,
-        adapters=demand.training.lora is not None,
-    )
+    value_bytes, gradient_bytes = demand.weight_bytes, demand.training.gradients
+    adapters = demand.training.lora is not None
     if speed.is_cpu:
-        return kernels
+        return Kernels(value_bytes=value_bytes, gradient_bytes=gradient_bytes, adapters=adapters)
     is_trainer = "sequence" in demand.parallel
     pays = model.hidden_size >= _COMPILED_WIDTH and not model.num_experts and layout.zero_stage != 3
-    return replace(
-        kernels,
-        fused_layers=is_trainer and pays and demand.weight_bytes == 2,
+    return Kernels(
+        value_bytes=value_bytes,
+        gradient_bytes=gradient_bytes,
+        adapters=adapters,
+        fused_layers=is_trainer and pays and value_bytes == 2,
         logit_bytes=(_logit_bytes(model, *_TRAINED_LOGIT_BYTES), _logit_bytes(model, *_SCORED_LOGIT_BYTES)),
         recomputes_logits=True,
     )

@@ -10,7 +10,7 @@ from rlflow.resources.layout import Layout
 from rlflow.resources.memory.phases import EngineMemory, StepLimits, generate_memory
 from rlflow.resources.memory.state import Terms
 from rlflow.resources.planner.pools import Pool, RoleChoice, Shortage
-from rlflow.resources.planner.prediction.task_times import MAX_NUM_SEQS, task_seconds, with_turn
+from rlflow.resources.planner.prediction.task_times import MAX_NUM_SEQS, task_seconds
 from rlflow.resources.planner.search.degrees import CPU_MICRO_BATCH_TOKENS, group_sizes, pipeline_stages, with_copies
 from rlflow.resources.workload import Task
 
@@ -132,8 +132,7 @@ class EngineOption:
             layout = replace(layout, gpu_memory_utilization=None)
             filled = sequences * (longest + states) / memory.kv_tokens
             terms = terms | {"kv": terms["kv"] * min(1.0, filled)}
-        choice = RoleChoice(layout, "generate", terms, self.idle, seconds, memory.kv_tokens, concurrency)
-        return with_turn(choice, demand, self.pool)
+        return RoleChoice(layout, "generate", terms, self.idle, seconds, memory.kv_tokens, concurrency)
 
     @cached_property
     def _needed_share(self) -> float:

@@ -10,7 +10,7 @@ from rlflow.resources.layout import Layout
 from rlflow.resources.memory.state import Terms, total_gib
 from rlflow.resources.planner.pools import Pool, RoleChoice, Shortage
 from rlflow.resources.planner.prediction.role_memory import largest_micro_batch, working_terms
-from rlflow.resources.planner.prediction.task_times import task_seconds, with_turn
+from rlflow.resources.planner.prediction.task_times import task_seconds
 from rlflow.resources.planner.search.degrees import (
     CPU_MICRO_BATCH_TOKENS,
     group_sizes,
@@ -72,7 +72,7 @@ class ModelOption:
 
     @cached_property
     def seconds(self) -> Mapping[str, float]:
-        """Return the time of each node with the largest micro-batch that the role can use, without turns."""
+        """Return the time of each node with the largest micro-batch that the role can use."""
         return self._seconds(self._most)
 
     def choose(self, available: float) -> RoleChoice | Shortage:
@@ -94,8 +94,7 @@ class ModelOption:
         layout = replace(self.layout, micro_batch_tokens=tokens)
         awake = self._terms(max(self._longest_expected, tokens))
         seconds = self.seconds if tokens == self._most else self._seconds(tokens)
-        phase = "update" if self.demand.job == "train" else "score"
-        return with_turn(RoleChoice(layout, phase, awake, self.idle, seconds), self.demand, self.pool)
+        return RoleChoice(layout, "update" if self.demand.job == "train" else "score", awake, self.idle, seconds)
 
     @cached_property
     def _longest_expected(self) -> int:

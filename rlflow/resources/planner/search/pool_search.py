@@ -10,6 +10,7 @@ from rlflow.resources.layout import Layout, Offload
 from rlflow.resources.planner.confidence import Margin
 from rlflow.resources.planner.pools import Pool, PoolUse, RoleChoice, Shortage
 from rlflow.resources.planner.prediction.role_memory import available_gib, host_memory, memory_band, sync_needs
+from rlflow.resources.planner.prediction.task_times import with_turn
 from rlflow.resources.planner.search.degrees import PoolPolicy, base_layout
 from rlflow.resources.planner.search.layout_search import LayoutSearch
 from rlflow.resources.planner.search.staying import with_fewer_turns
@@ -52,8 +53,7 @@ def best_use(pool: Pool, workload: Workload, searches: LayoutSearches) -> PoolUs
     """Return the fastest way in which all roles of a pool fit together, or the shortage of the nearest one.
 
     What roles keep on the GPUs while others work is decided for the whole pool, then each role's own layout. Offloading
-    is tried only where nothing fits safely without it, and taken only where the plan is safer with it. In the
-    end, roles keep what fits on the GPUs anyway.
+    is tried only where nothing fits safely without it, and taken only where the plan is safer with it.
     """
     shortages: list[Shortage] = []
     best: PoolUse | None = None
@@ -64,7 +64,9 @@ def best_use(pool: Pool, workload: Workload, searches: LayoutSearches) -> PoolUs
             use = _use_under(policy, pool, workload, searches, below)
             if isinstance(use, Shortage):
                 shortages.append(use)
-            elif (without is None or use.margin < without.margin) and (
+                continue
+            use = with_fewer_turns(pool, use, workload, _sync_margin)
+            if (without is None or use.margin < without.margin) and (
                 best is None or (use.margin, use.total) < (best.margin, best.total)
             ):
                 best = use
@@ -72,9 +74,7 @@ def best_use(pool: Pool, workload: Workload, searches: LayoutSearches) -> PoolUs
             break
         if not any(demand.job == "train" and "data" in demand.parallel for demand in pool.demands):
             break
-    if best is None:
-        return min(shortages, key=lambda shortage: shortage.gib)
-    return with_fewer_turns(pool, best, workload, _sync_margin)
+    return best or min(shortages, key=lambda shortage: shortage.gib)
 
 
 def _policies(pool: Pool, offload: Offload) -> Iterator[PoolPolicy]:
@@ -106,7 +106,7 @@ def _use_under(
         choice = _safest(demand, pool, search, idle_gib - search.idle_gib)
         if isinstance(choice, Shortage):
             return choice
-        choices[demand.role] = choice
+        choices[demand.role] = choice = with_turn(choice, demand, pool)
         least_seconds += sum(choice.seconds.values()) - search.least_seconds
     margins = [choice.margin for choice in choices.values()]
     for margin in (_host_margin(pool, choices, workload), _sync_margin(pool, choices, workload)):

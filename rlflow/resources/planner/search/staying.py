@@ -40,6 +40,12 @@ def _side_by_side(pool: Pool, use: PoolUse, workload: Workload, sync_margin: Syn
 
     They fit if all that each of them ever holds does, together.
     """
+    # The engine has all of its memory from the start, and other roles hold at least what they do while they are idle.
+    least = sum(
+        total_gib(choice.awake if choice.phase == "generate" else choice.idle) for choice in use.choices.values()
+    )
+    if least > pool.host_set.usable_gib:
+        return None
     best: PoolUse | None = None
     for tokens in _MICRO_BATCHES:
         choices = {
