@@ -140,24 +140,6 @@ class TestRuntime:
         assert metrics_of(tmp_path / "run") == metrics_of(tmp_path / "expected")
         assert {line["sampling/rounds"] for line in metrics_of(tmp_path / "run")} != {1}
 
-    @pytest.mark.slow
-    def test_steps_that_are_generated_in_one_turn(self, runtime: type[Runtime], tmp_path: Path) -> None:
-        """Three steps have the weights of the first. The run stops, and resumes, between the second and the third."""
-        ahead = "overlap.max_staleness=2"
-        run(plan_of("local", ahead), tmp_path / "expected", LocalRuntime(), [MetricsWriter()])
-        cluster, *pins = PLACEMENTS["all on the same GPUs"]
-        on_hosts = plan_of(cluster, ahead, *(f"roles.{pin}" for pin in pins))
-        plan = on_hosts if runtime is RayRuntime else plan_of("local", ahead)
-        assert plan.takes_turns
-        stops = iter([False, False, True])
-        run(plan, tmp_path / "run", runtime(), [MetricsWriter()], stop=lambda: next(stops))
-        run(plan, tmp_path / "run", runtime(), [MetricsWriter()], resume=True)
-        assert metrics_of(tmp_path / "run") == metrics_of(tmp_path / "expected")
-        ages = [
-            line["overlap/staleness_max"] for line in metrics_of(tmp_path / "run") if "overlap/staleness_max" in line
-        ]
-        assert ages == [0, 1, 2, 0, 1, 2]
-
     def test_a_model_that_is_not_there(self, runtime: type[Runtime], tmp_path: Path) -> None:
         source = ("models.policy.random_weights=false", "models.policy.characters=null", "models.policy.path=/nowhere")
         plan = plan_of("local", *source, "roles.reference.engine=transformers")
@@ -182,6 +164,23 @@ def test_a_run_does_not_depend_on_where_roles_are(
 ) -> None:
     run(placed(kind), tmp_path / "ray", RayRuntime(), [MetricsWriter()])
     assert metrics_of(tmp_path / "ray") == expected
+
+
+@pytest.mark.slow
+def test_steps_that_are_generated_in_one_turn(tmp_path: Path) -> None:
+    """Three steps have the weights of the first; tests/integration/test_turns.py has such steps on Ray.
+
+    The run stops, and resumes, between the second and the third.
+    """
+    plan = plan_of("local", "overlap.max_staleness=2")
+    assert plan.takes_turns
+    run(plan, tmp_path / "expected", LocalRuntime(), [MetricsWriter()])
+    stops = iter([False, False, True])
+    run(plan, tmp_path / "run", LocalRuntime(), [MetricsWriter()], stop=lambda: next(stops))
+    run(plan, tmp_path / "run", LocalRuntime(), [MetricsWriter()], resume=True)
+    assert metrics_of(tmp_path / "run") == metrics_of(tmp_path / "expected")
+    ages = [line["overlap/staleness_max"] for line in metrics_of(tmp_path / "run") if "overlap/staleness_max" in line]
+    assert ages == [0, 1, 2, 0, 1, 2]
 
 
 def test_the_local_runtime_has_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:

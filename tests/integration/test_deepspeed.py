@@ -134,8 +134,7 @@ def plain(sgd: bool = False, model: Model = MODEL, of: EngineSpec | None = None)
     return engine
 
 
-@pytest.mark.parametrize("sgd", [True, False])
-@pytest.mark.parametrize("stage", [0, SAME_AS_2, 2, 3])
+@pytest.mark.parametrize(("stage", "sgd"), [(0, True), (2, False), (3, True), (3, False)])
 def test_it_trains_as_the_plain_engine_does(two: Sequence[EngineProcess], address: str, stage: int, sgd: bool) -> None:
     compare_training(Ranks(two, actor(stage), address, sgd), plain(sgd), sgd, split)
 
@@ -169,10 +168,15 @@ def compare_training(ours: Ranks, expected: TorchEngine, sgd: bool, shares: Call
     assert not weights
 
 
-@pytest.mark.parametrize("key_heads", [1, 2])
 @pytest.mark.parametrize(
-    ("build", "stage", "sgd"),
-    [(build_torch, 0, True), (build_deepspeed, 0, True), (build_deepspeed, 3, True), (build_deepspeed, 3, False)],
+    ("build", "stage", "sgd", "key_heads"),
+    [
+        (build_torch, 0, True, 1),
+        (build_torch, 0, True, 2),
+        (build_deepspeed, 0, True, 2),
+        (build_deepspeed, 3, True, 1),
+        (build_deepspeed, 3, False, 2),
+    ],
 )
 def test_ranks_that_share_their_tokens_train_as_one_does(
     two: Sequence[EngineProcess], address: str, build: Callable[..., int], stage: int, sgd: bool, key_heads: int
@@ -466,7 +470,7 @@ def test_bfloat16_has_masters_in_float32(two: Sequence[EngineProcess], address: 
     assert {str(value.dtype) for _, value in ours.weights()[0]} == {"torch.bfloat16"}
 
 
-@pytest.mark.parametrize(("stage", "dtype"), [(0, "float32"), (1, "float32"), (2, "bfloat16"), (3, "bfloat16")])
+@pytest.mark.parametrize(("stage", "dtype"), [(1, "float32"), (3, "bfloat16")])
 def test_a_loss_that_is_not_finite_changes_nothing_on_any_rank(
     two: Sequence[EngineProcess], address: str, stage: int, dtype: Literal["float32", "bfloat16"]
 ) -> None:
@@ -549,7 +553,7 @@ def park(engines: list[Any], place: int) -> float:
     return given_up / int(sum(4 * getattr(weight, "ds_numel", weight.numel()) for weight in engine._model.parameters()))
 
 
-@pytest.mark.parametrize(("stage", "share"), [(0, 3), (1, 2), (2, 2), (3, 1.5)])
+@pytest.mark.parametrize(("stage", "share"), [(0, 3), (2, 2), (3, 1.5)])
 def test_what_is_parked_comes_back(two: Sequence[EngineProcess], address: str, stage: int, share: float) -> None:
     """Weights and two moments in float32, as ZeRO shares them between two ranks; and masters, where it keeps them."""
     one, other = (Ranks(two, actor(stage), address) for _ in range(2))

@@ -55,7 +55,7 @@ def test_few_tokens_need_no_copy_of_the_output_layer(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("groups", [[32], pytest.param([4] * 8, marks=pytest.mark.slow)], ids=["group_size", "prompts"])
+@pytest.mark.parametrize("groups", [[32], [4] * 8], ids=["group_size", "prompts"])
 def test_the_peak_does_not_grow_with_the_batch(groups: list[int]) -> None:
     engine = TorchEngine(spec(capabilities=["Trains"], micro_batch_tokens=64))
     small, large = (minibatch(sequences([16] * len(sizes), [[16] * size for size in sizes])) for sizes in ([4], groups))

@@ -213,15 +213,18 @@ def test_encoders_are_frozen_and_whole_on_each_tensor_parallel_rank() -> None:
     assert engines[0] - engines[1] == pytest.approx(2 * 676e6 / GIB)
 
 
-def test_ends_that_are_trained_beside_adapters_have_copies() -> None:
-    """Weights, gradients and Adam's moments in bf16 for the embeddings and the head of Qwen2.5 7B."""
-    text, layout = named("qwen2_5_7b"), Layout(zero_stage=0, offload="none", micro_batch_tokens=1)
+@pytest.mark.parametrize(
+    ("stage", "bytes_"), [(0, (2, 2, 4)), (1, (2, 2, 1)), (2, (2, 0.5, 1)), (3, (0.5, 0.5, 1))], ids=str
+)
+def test_ends_that_are_trained_beside_adapters_have_copies(stage: int, bytes_: tuple[float, ...]) -> None:
+    """Weights, gradients and Adam's moments in bf16 for the embeddings and the head of Qwen2.5 7B, on four ranks."""
+    layout = Layout(zero_stage=stage, offload="none", micro_batch_tokens=1, data_parallel_size=4)
+    text = named("qwen2_5_7b")
     adapters = TrainingMemory(weights=2, gradients=2, optimizer=4, lora=Lora(rank=8))
     plain, trained = (state_terms(text, layout, replace(adapters, trains_ends=ends)) for ends in (False, True))
     ends = 2 * 152064 * 3584 / GIB
-    assert {name: trained[name] - plain[name] for name in plain} == pytest.approx(
-        {"weights": 2 * ends, "gradients": 2 * ends, "optimizer": 4 * ends}
-    )
+    expected = {name: size * ends for name, size in zip(("weights", "gradients", "optimizer"), bytes_, strict=True)}
+    assert {name: trained[name] - plain[name] for name in plain} == pytest.approx(expected)
 
 
 def test_layers_that_share_a_checkpoint() -> None:
