@@ -171,7 +171,10 @@ def _pinned(demand: Demand, layout: Layout, workload: Workload) -> Demand:
     for field in ("zero_stage", "offload"):
         if (value := getattr(layout, field)) is not None:
             pins = replace(pins, **{field: value})
-    return replace(demand, pins=replace(pins, gradient_checkpointing=layout.gradient_checkpointing))
+    return replace(
+        demand,
+        pins=replace(pins, gradient_checkpointing=layout.gradient_checkpointing, kept_layers=layout.kept_layers),
+    )
 
 
 def _generator(plan: Plan) -> GraphNode | None:

@@ -64,14 +64,14 @@ class TrainingEngine(TunableEngine, ProfiledEngine, ABC):
 
     def _use_model(self, model: "PreTrainedModel") -> None:
         """Add what the spec asks for to the loaded model."""
-        from rlflow.engines.causal_lm.compilation import compile_layers, pays_to_compile
+        from rlflow.engines.causal_lm.compilation import checkpoint_layers, compile_layers, pays_to_compile
 
         spec = self._spec
         self._model = self._called_model = model
         add_adapters(model, spec)
         self._tokenizer = load_tokenizer(spec.model_name, spec.model)
         if spec.layout.gradient_checkpointing:
-            model.gradient_checkpointing_enable()
+            checkpoint_layers(model, spec.layout.kept_layers)
         if pays_to_compile(spec, model):
             compile_layers(model)
         self._sharding = create_sharding(spec, model)

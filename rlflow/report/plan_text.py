@@ -209,7 +209,7 @@ def describe_layout(layout: Layout) -> str:
     else:
         words.append(f"{layout.micro_batch_tokens} tokens")
     if layout.gradient_checkpointing:
-        words.append("checkpointing")
+        words.append(f"checkpointing all but {layout.kept_layers} layers" if layout.kept_layers else "checkpointing")
     if layout.eager is not None:
         words.append("eager" if layout.eager else "graphs")
     if layout.sleeps:

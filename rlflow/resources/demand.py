@@ -98,6 +98,7 @@ class Demand:
             ("zero_stage", sharded),
             ("offload", sharded),
             ("gradient_checkpointing", trains),
+            ("kept_layers", trains),
             ("gpu_memory_utilization", serves and "tensor" in self.parallel),
             ("eager", serves and "tensor" in self.parallel),
             ("attention", not serves or "tensor" not in self.parallel),

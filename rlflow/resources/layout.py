@@ -40,6 +40,9 @@ class Resources(Section):
     """Tokens in one pass through the model."""
     gradient_checkpointing: bool | Auto = "auto"
     """Compute activations again in the backward pass, which takes less memory and more time."""
+    kept_layers: Annotated[int, Ge(0)] | Auto = "auto"
+    """The last layers, whose activations are kept in spite of ``gradient_checkpointing``. ``auto`` keeps none where
+    that is pinned."""
     gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] | Auto = "auto"
     """The share of a GPU's memory that an engine which generates may use."""
     attention: Attention | Auto = "auto"
@@ -67,6 +70,8 @@ class Layout:
     offload: Offload | None = None
     micro_batch_tokens: int
     gradient_checkpointing: bool = False
+    kept_layers: int = 0
+    """The last layers, whose activations are kept in spite of ``gradient_checkpointing``."""
     gpu_memory_utilization: float | None = None
     eager: bool | None = None
     """The engine runs without CUDA graphs."""
@@ -93,6 +98,10 @@ class Layout:
     def model_parallel_size(self) -> int:
         """Return the number of GPUs that hold one copy of the weights, however its state is sharded."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    def recomputed_share(self, num_layers: int) -> float:
+        """Return the share of a model's layers whose activations are computed again in the backward pass."""
+        return 1 - self.kept_layers / num_layers if self.gradient_checkpointing else 0.0
 
 
 PoolGpus = list[tuple[str, tuple[int, ...]]]

@@ -182,7 +182,7 @@ def test_ranks_that_share_their_tokens_train_as_one_does(
     two: Sequence[EngineProcess], address: str, build: Callable[..., int], stage: int, sgd: bool, key_heads: int
 ) -> None:
     model = replace(MODEL, architecture=replace(ARCHITECTURE, num_key_value_heads=key_heads))
-    of = actor(stage, sequence_parallel_size=2, gradient_checkpointing=stage == 3)
+    of = actor(stage, sequence_parallel_size=2, gradient_checkpointing=stage == 3, kept_layers=stage // 3)
     ours, expected = Ranks(two, replace(of, model=model), address, sgd, build), plain(sgd, model)
     scores = expected.logprobs(GIVEN, 0.7).values.values
     for rank in ours.logprobs([GIVEN] * 2, [0.7] * 2):

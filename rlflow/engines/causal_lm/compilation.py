@@ -1,4 +1,4 @@
-"""Compilation of a model's decoder layers, and of functions, by torch.compile.
+"""Compilation of a model's decoder layers, and of functions, by torch.compile; and the recomputation of layers.
 
 Importing this file imports torch and transformers.
 """
@@ -55,6 +55,20 @@ def compile_layers(model: Module, backend: str = "inductor") -> None:
     The layers share the compiled code, which takes their weights as arguments. What is recomputed in the backward pass
     is compiled too: checkpointing is around a layer.
     """
-    for layer in model.modules():
-        if isinstance(layer, GradientCheckpointingLayer):
-            layer.compile(backend=backend, dynamic=True)
+    for layer in _decoder_layers(model):
+        layer.compile(backend=backend, dynamic=True)
+
+
+def checkpoint_layers(model: "PreTrainedModel", num_kept: int) -> None:
+    """Have the backward pass recompute the decoder layers, except the last ``num_kept``.
+
+    Their activations are the first to be freed, before the others are computed again.
+    """
+    model.gradient_checkpointing_enable()
+    layers = _decoder_layers(model)
+    for layer in layers[len(layers) - num_kept :]:
+        layer.gradient_checkpointing = False
+
+
+def _decoder_layers(model: Module) -> list[GradientCheckpointingLayer]:
+    return [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]

@@ -116,7 +116,14 @@ def _moments(
     """
     per_rank = tokens / layout.sequence_parallel_size
     layer, saved = layer_bytes(model, layout, training, per_rank)
-    saved_activations = 0.0 if training.offloads_activations else saved * stage.num_layers * stage.in_flight
+    saved_layers, first_gradients = saved * stage.num_layers, layer
+    if layout.kept_layers:
+        keeping = replace(layout, gradient_checkpointing=False)
+        of_kept, kept = layer_bytes(model, keeping, training, per_rank)
+        saved_layers += (kept - saved) * layout.kept_layers
+        # The first gradients are those of the kept layers, which are gone when others are recomputed.
+        first_gradients = max(of_kept, layer - kept * layout.kept_layers)
+    saved_activations = 0.0 if training.offloads_activations else saved_layers * stage.in_flight
     # Embeddings that layers have of their own (Gemma 4): looked up, projected, normalised in fp32, and their sum.
     saved_activations += per_rank * 12 * model.num_hidden_layers * model.hidden_size_per_layer_input
     logits = per_rank * model.num_outputs / layout.tensor_parallel_size if stage.head else 0.0
@@ -156,7 +163,7 @@ def _moments(
     computed = stage.ends / whole
     last_norm = per_rank * 8 * model.hidden_size if stage.head else 0.0
     yield Moment(0.0, {"activations": saved_activations + last_norm, "logits": loss, "gathered": at_loss})
-    yield Moment(0.0, {"activations": saved_activations + layer, "logits": output, "gathered": in_layers})
+    yield Moment(0.0, {"activations": saved_activations + first_gradients, "logits": output, "gathered": in_layers})
     yield Moment(1 - computed, {"activations": saved + layer, "logits": output, "gathered": in_layers})
     yield Moment(1 - computed, {"activations": 0.0, "logits": output, "gathered": at_ends})
     if layout.offload in (None, "none"):

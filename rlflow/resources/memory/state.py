@@ -246,7 +246,10 @@ def total_gib(terms: Terms) -> float:
 
 
 def layer_bytes(model: Architecture, layout: Layout, training: TrainingMemory, tokens: float) -> tuple[float, float]:
-    """Return a layer's bytes while its gradients are computed, and the bytes saved for it until then."""
+    """Return a layer's bytes while its gradients are computed, and the bytes saved for it until then.
+
+    With gradient checkpointing these are those of a layer that is recomputed.
+    """
     tensor = layout.tensor_parallel_size
     around = tensor if training.shards_norms else 1
     layers = []

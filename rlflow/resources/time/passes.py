@@ -82,7 +82,7 @@ def training(model: Architecture, layout: Layout, speed: Speed, batch: PassBatch
         batch,
         kernels,
         _Products(
-            forward=2 if layout.gradient_checkpointing else 1,
+            forward=1 + layout.recomputed_share(model.num_hidden_layers),
             backward=1 if kernels.adapters else 2,
             heads=1 if kernels.recomputes_logits else 0,
             logit_bytes=kernels.logit_bytes[0],
@@ -115,7 +115,7 @@ def scoring(model: Architecture, layout: Layout, speed: Speed, batch: PassBatch,
 class _Products:
     """The matrix products of passes, in forward passes' worth. All else takes twice as long backward."""
 
-    forward: int
+    forward: float
     backward: int
     heads: int = 0
     """Forward passes of the output layer alone."""

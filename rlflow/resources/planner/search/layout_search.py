@@ -23,7 +23,7 @@ class LayoutSearch:
         idle = idle_terms(demand, base, pool)
         self.idle_gib = sum(idle.values())
         self.base = base
-        self._trains = demand.job == "train"
+        self._demand = demand
         options = (engine_options if demand.job == "serve" else model_options)(demand, tasks, base, idle, pool)
         timed: list[tuple[float, int, ModelOption | EngineOption]] = []
         self._shortages: list[Shortage] = []
@@ -71,8 +71,11 @@ class LayoutSearch:
         return best[2] if best else min(shortages, key=lambda shortage: shortage.gib, default=self._no_option)
 
     def _cautious(self, seconds: float, layout: Layout) -> float:
-        """Return the seconds, plus the error of predicted times where an update keeps all activations.
+        """Return the seconds, plus the error of predicted times as far as an update keeps activations.
 
         Gradient checkpointing saves memory for certain, and costs time only as far as the prediction is right.
         """
-        return seconds * (1 + TIME_ERROR * (self._trains and not layout.gradient_checkpointing))
+        model = self._demand.architecture
+        if self._demand.job != "train" or model is None:
+            return seconds
+        return seconds * (1 + TIME_ERROR * (1 - layout.recomputed_share(model.num_hidden_layers)))

@@ -36,13 +36,26 @@ def model_options(
         else:
             if fastest is not None and layout.num_gpus != fastest.layout.num_gpus:
                 fastest = None
-            pinned = demand.pins.gradient_checkpointing
-            both = demand.job == "train" and pinned == "auto" and pool.counts_memory
-            for saves in (False, True) if both else (pinned is True and demand.job == "train",):
-                degrees = replace(layout, gradient_checkpointing=True) if saves else layout
-                option = ModelOption(demand, tasks, pool, degrees, idle, fastest)
+            for checkpointing in _checkpointing_layouts(demand, layout, pool):
+                option = ModelOption(demand, tasks, pool, checkpointing, idle, fastest)
                 fastest = fastest or option
                 yield option
+
+
+def _checkpointing_layouts(demand: Demand, layout: Layout, pool: Pool) -> Iterator[Layout]:
+    """Yield the layout without checkpointing, and with checkpointing of all, half, or a quarter of the layers."""
+    pinned = demand.pins.gradient_checkpointing if demand.job == "train" else False
+    if pinned == "auto" and not pool.counts_memory:
+        pinned = False
+    if pinned is not True:
+        yield layout
+    if pinned is not False:
+        num_layers = demand.architecture.num_hidden_layers if demand.architecture else 1
+        kept = {0, num_layers // 2, num_layers * 3 // 4} if pinned == "auto" else {0}
+        if demand.pins.kept_layers != "auto":
+            kept = {min(demand.pins.kept_layers, num_layers)}
+        for kept_layers in sorted(kept):
+            yield replace(layout, gradient_checkpointing=True, kept_layers=kept_layers)
 
 
 def _sequence_layouts(demand: Demand, base: Layout, pool: Pool) -> Iterator[Layout | Shortage]:

@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.varlen_on_cpu import register_cpu_kernel
 from rlflow.batch import Packed, Sequences
 from rlflow.engines.base import Sampling
+from rlflow.engines.causal_lm import attention
+from rlflow.engines.causal_lm.compilation import checkpoint_layers
 from rlflow.engines.causal_lm.decoding import _sample, decode
 from rlflow.engines.causal_lm.packing import pack, padded_blocks
 from rlflow.engines.causal_lm.pretrained import load_model, load_tokenizer
@@ -21,7 +24,8 @@ from rlflow.nodes.policy_loss import LikelihoodLoss
 from rlflow.nodes.policy_update import PolicyUpdate
 from rlflow.recipe import Model, Optimizer
 from rlflow.resources.layout import Layout
-from tests.helpers import MODEL, minibatch, prompts, sequences, spec
+from rlflow.resources.memory.state import MIXED_PRECISION, layer_bytes
+from tests.helpers import ARCHITECTURE, MODEL, minibatch, prompts, sequences, spec
 
 
 def model(implementation: str | None = None) -> Any:
@@ -264,12 +268,53 @@ def test_a_policy_update_knows_the_entropy() -> None:
         assert metrics["entropy"] == pytest.approx(np.mean(expected), abs=1e-5)
 
 
-def test_checkpointing_changes_nothing() -> None:
-    given = minibatch(sequences([3, 6], [[4, 9], [2]]))
-    trained = spec(capabilities=["Trains"])
-    specs = (trained, replace(trained, layout=Layout(micro_batch_tokens=4096, gradient_checkpointing=True)))
-    norms = [TorchEngine(each).update(given, LikelihoodLoss()).values["grad_norm"] for each in specs]
-    assert norms[1] == pytest.approx(norms[0], rel=1e-6)
+@pytest.mark.parametrize("kept_layers", [0, 1, 2])
+def test_checkpointing_changes_no_gradient(kept_layers: int) -> None:
+    given = sequences([3, 6], [[4, 9], [2]])
+    plain, checkpointed = model().train(), model().train()
+    checkpoint_layers(checkpointed, kept_layers)
+    gradients = [
+        torch.autograd.grad(token_scores(built, given, 1.0)[:, 0].sum(), list(built.parameters()))
+        for built in (plain, checkpointed)
+    ]
+    for expected, gradient in zip(*gradients, strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-6)
+
+
+def test_a_kept_layer_saves_what_the_planner_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer that is kept saves more; the planner leaves out its two norms' factors, 8 bytes of a token."""
+    register_cpu_kernel()
+    monkeypatch.setattr(attention, "has_varlen_kernel", lambda dtype, device: True)
+    four = replace(ARCHITECTURE, model_type="qwen2", hidden_size=32, head_dim=8, num_hidden_layers=4)
+    given, layout = sequences([1], [[32]]), Layout(micro_batch_tokens=4096, gradient_checkpointing=True)
+    saved = []
+    for kept_layers in range(5):
+        built = load_model(spec(model=replace(MODEL, architecture=four, dtype="bfloat16")), dtype=torch.bfloat16)
+        checkpoint_layers(built.train(), kept_layers)
+        saved.append(_saved_bytes(built, given))
+    tokens = 1 + 32 - 1
+    _, kept = layer_bytes(four, replace(layout, gradient_checkpointing=False), MIXED_PRECISION, tokens)
+    _, recomputed = layer_bytes(four, layout, MIXED_PRECISION, tokens)
+    # The first layer that is kept also saves what all of them share: the rotation of queries and keys.
+    assert np.diff(saved)[1:].tolist() == pytest.approx([kept - recomputed + 8 * tokens] * 3, rel=0.005)
+
+
+def _saved_bytes(built: Any, given: Sequences) -> int:
+    """Return the bytes that a forward pass saves for the backward pass, without weights."""
+    weights = {weight.untyped_storage().data_ptr() for weight in built.parameters()}
+    sizes: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        scores = token_scores(built, given, 1.0)
+    # The saved tensors live as long as the scores, so no two of them had the same address.
+    assert scores.requires_grad
+    return sum(sizes.values())
 
 
 def test_after_a_failed_weight_sync_nothing_is_generated() -> None:

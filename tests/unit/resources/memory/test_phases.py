@@ -202,6 +202,20 @@ def test_recomputation_keeps_each_layers_input() -> None:
     assert kept == pytest.approx(16384 * (32 * 2 * 4096 + 8 * 4096) / GIB)
 
 
+def test_what_kept_layers_hold_is_free_when_others_are_recomputed() -> None:
+    """Without logits the peak is in the layers: a recomputed layer is as large as one that is kept."""
+    small = replace(DEEPSPEED, logits=0)
+    bytes_ = layer_activations(LLAMA, LLAMA.layer_kinds[0], fused=False)
+    one, layer_input, last_norm, product = bytes_.whole + bytes_.split, 2 * 4096, 8 * 4096, 2 * 11008
+    for kept_layers, expected in (
+        (0, 32 * layer_input + one + product),
+        (1, 31 * layer_input + one + last_norm),
+        (16, 16 * layer_input + 16 * one + last_norm),
+    ):
+        terms = update_terms(LLAMA, layout(kept_layers=kept_layers), small, 16384)
+        assert terms["activations"] == pytest.approx(16384 * expected / GIB)
+
+
 def test_stages_hold_as_many_micro_batches_as_there_are() -> None:
     """The first of four: 8 of 32 layers, four micro-batches; as many activations as without a pipeline."""
     staged = layout(pipeline_parallel_size=4, gradient_checkpointing=False, zero_stage=1)

@@ -45,7 +45,8 @@ def best_of_all(role: Demand, work: Workload, policy: PoolPolicy, made: Pool, av
     for option in options(role, work.of(role.role), base, idle_terms(role, base, made), made):
         choice = option if isinstance(option, Shortage) else option.choose(available)
         if isinstance(choice, RoleChoice):
-            keeps = choice.phase == "update" and not choice.layout.gradient_checkpointing
+            layout, layers = choice.layout, role.architecture.num_hidden_layers if role.architecture else 1
+            keeps = layout.kept_layers / layers if layout.gradient_checkpointing else float(choice.phase == "update")
             seconds = sum(choice.seconds.values()) * (1 + TIME_ERROR * keeps)
             if best is None or seconds < best[0]:
                 best = seconds, choice
@@ -65,6 +66,21 @@ def test_no_option_that_is_left_out_is_the_best(model: Architecture, name: str, 
         for available in (5.0, 20.0, 40.0, 60.0, 79.0):
             best = found.best(available)
             assert (None if isinstance(best, Shortage) else best) == best_of_all(role, work, policy, made, available)
+
+
+def test_layers_are_kept_as_far_as_memory_has_room_for_them() -> None:
+    role = demand("actor", SEVEN_B, data_parallel_size=8, offload="none", sequence_parallel_size=1)
+    made = pool(8, role)
+    base = base_layout(role, PoolPolicy(zero_stage=2), made)
+    search = LayoutSearch(role, work_of(made, 4096).of("actor"), base, made)
+    chosen, seconds = [], []
+    for available in (45.0, 60.0, 70.0, 100.0):
+        best = search.best(available)
+        assert isinstance(best, RoleChoice)
+        chosen.append((best.layout.gradient_checkpointing, best.layout.kept_layers))
+        seconds.append(sum(best.seconds.values()))
+    assert chosen == [(True, 0), (True, 14), (True, 21), (False, 0)]
+    assert seconds == sorted(seconds, reverse=True)
 
 
 def test_a_micro_batch_holds_the_longest_sequence() -> None:
