@@ -12,6 +12,8 @@ WITHOUT_PLANS = {"fixes", "fsdp_memory", "fuzz_recipes", "pins", "rewards", "upd
 # These have many plans, or large ones, or make a model, or import TRL.
 SLOW = {"algorithms", "data_plane", "faults", "grpo_vs_trl", "overheads", "overlap", "own_runs", "placement"}
 SLOW |= {"planning_time", "staleness", "tail"}
+# An engine alone.
+WITHOUT_PLANS |= {"decode_cost"}
 
 
 def programs() -> list[str]:
