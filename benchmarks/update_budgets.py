@@ -13,6 +13,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -45,8 +46,9 @@ GOALS = {
     "graphs": 1.0,
     "recompilations": 0.0,
     "difference_max": 1e-5,
+    "old_logprobs_difference": 1e-6,
 }
-"""The most of each figure."""
+"""The most of each figure. What a sequence costs in a decoding step is a figure of benchmarks.decode_cost."""
 
 # Operators after which the host waits for a GPU: reading a number, and results of unknown size.
 _WAITS = ("_local_scalar_dense", "nonzero", "_unique2", "masked_select", "unique_dim")
@@ -188,6 +190,24 @@ def graphs() -> dict[str, float]:
     return {"graphs": float(first), "recompilations": float(added), "difference_max": difference}
 
 
+def old_logprobs_difference() -> float:
+    """Return the largest difference of gradients with old logprobs of a separate pass to those without.
+
+    It is relative to the largest gradient.
+    """
+    gradients = []
+    for scores_first in (True, False):
+        engine, batch = _engine(40), _minibatch(0, prompts=8)
+        columns = {"advantages": batch.columns["advantages"]}
+        if scores_first:
+            columns["old_logprobs"] = engine.logprobs(batch, 1.0).values
+        engine._compute_gradients(replace(batch, columns=columns), _policy_loss())
+        weights = engine._trained_weights().values()
+        gradients.append(torch.cat([weight.grad.flatten() for weight in weights if weight.grad is not None]))
+    separate, without = gradients
+    return float((separate - without).abs().max() / separate.abs().max())
+
+
 def _difference(engine: TorchEngine, batch: Minibatch) -> float:
     """Return the largest difference of logprobs and of gradients to transformers reading one row after another.
 
@@ -287,6 +307,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args(words)
     figures = {"bytes_per_logit": bytes_per_logit(), **passes(), **graphs()}
+    figures["old_logprobs_difference"] = old_logprobs_difference()
     goals = {name: Goal(f"at most {most:g}", figures[name] <= most) for name, most in GOALS.items()}
     return finish("update_budgets", figures, goals, arguments.json)
 

@@ -15,8 +15,9 @@ pytestmark = pytest.mark.slow
 def test_the_output_layer_moves_few_bytes() -> None:
     # The 14 bytes were added up by hand: a product writes logits (2), and one kernel reads them (2). Backward, a
     # product writes them again (2), one kernel reads them and writes their gradients (4), and two products read those
-    # (4). Sums of gradients come on top.
+    # (4). Hidden states and weights, and sums of their gradients, come on top, and grow with the width.
     assert 14 < update_budgets.bytes_per_logit() <= update_budgets.GOALS["bytes_per_logit"]
+    assert update_budgets.bytes_per_logit(width=3584) <= 23
 
 
 @pytest.mark.parametrize("model", ["qwen2_5_0_5b", "qwen2_5_7b"])
@@ -36,6 +37,10 @@ def test_the_planner_counts_as_many_bytes(model: str) -> None:
 def test_the_host_never_waits_within_an_update() -> None:
     figures = update_budgets.passes()
     assert figures == {"syncs_per_micro_batch": 0, "query_gathers": 0}
+
+
+def test_the_first_pass_has_the_old_logprobs() -> None:
+    assert update_budgets.old_logprobs_difference() <= update_budgets.GOALS["old_logprobs_difference"]
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's compiler does some things that torch warns of

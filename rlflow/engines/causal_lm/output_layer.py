@@ -107,8 +107,9 @@ class _TokenScores(torch.autograd.Function):
         weight_gradient = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         bias_gradient = torch.empty_like(bias) if ctx.needs_input_grad[2] else None
         for part in tiles.vocabulary_parts():
-            # Sums over several tiles are float32.
+            # Sums over several tiles are float32; a single product goes where the gradient belongs.
             part_gradient: Tensor | None = None
+            place = weight_gradient[part.ids] if weight_gradient is not None and tiles.have_all_rows else None
             part_bias_gradient: Tensor | float = 0.0
             for rows, logits in tiles.of_part(part):
                 logit_gradient = differentiate(
@@ -122,11 +123,11 @@ class _TokenScores(torch.autograd.Function):
                 )
                 hidden_gradient[rows].add_(logit_gradient @ part.weight)
                 if weight_gradient is not None:
-                    product = logit_gradient.T @ hidden[rows]
+                    product = torch.mm(logit_gradient.T, hidden[rows], out=place)
                     part_gradient = product if part_gradient is None else part_gradient.float().add_(product)
                 if bias_gradient is not None:
                     part_bias_gradient = part_bias_gradient + logit_gradient.sum(0, dtype=torch.float32)
-            if weight_gradient is not None:
+            if weight_gradient is not None and place is None:
                 weight_gradient[part.ids] = 0.0 if part_gradient is None else part_gradient
             if bias_gradient is not None:
                 bias_gradient[part.ids] = part_bias_gradient
@@ -216,6 +217,11 @@ class _Tiles:
         # Neither the logits of a tile nor the gradients of its part of the weights are much larger than ``max_logits``.
         self._width = min(len(weight), max_logits // min(max(*hidden.shape, 1), int(max_logits**0.5)))
         self._length = max_logits // self._width
+
+    @property
+    def have_all_rows(self) -> bool:
+        """Return whether a part of the vocabulary has a single tile."""
+        return bool(0 < len(self._hidden) <= self._length)
 
     def vocabulary_parts(self) -> Iterator[_VocabularyPart]:
         """Yield the parts of the vocabulary."""
