@@ -20,6 +20,8 @@ from rlflow.resources.planner.search.degrees import (
 from rlflow.resources.workload import Task
 
 MAX_MICRO_BATCH_TOKENS = 65536
+# A larger micro-batch that saves less than this share of the time is not worth its memory.
+_NEGLIGIBLE = 0.01
 
 
 def model_options(
@@ -89,7 +91,7 @@ class ModelOption:
         return self._seconds(self._most)
 
     def choose(self, available: float) -> RoleChoice | Shortage:
-        """Return the choice with the largest micro-batch that fits, and that the role can use."""
+        """Return the choice with the largest micro-batch that fits, or a smaller one that is hardly slower."""
         needed = self._gib(self._least)
         if needed > available:
             empty = self._gib(0)
@@ -98,7 +100,7 @@ class ModelOption:
             return Shortage(self.demand.role, needed - available, f"{what}, of {available:.0f} GiB")
         tokens = self._most
         if self._least < tokens:
-            tokens = largest_micro_batch(self._gib, self._least, tokens, available)
+            tokens = self._as_fast(largest_micro_batch(self._gib, self._least, tokens, available))
         return self.with_tokens(tokens)
 
     def with_tokens(self, most: int) -> RoleChoice:
@@ -108,6 +110,13 @@ class ModelOption:
         awake = self._terms(max(self._longest_expected, tokens))
         seconds = self.seconds if tokens == self._most else self._seconds(tokens)
         return RoleChoice(layout, "update" if self.demand.job == "train" else "score", awake, self.idle, seconds)
+
+    def _as_fast(self, tokens: int) -> int:
+        """Return a half, a quarter and so on of the tokens, as long as that is hardly slower."""
+        most = (1 + _NEGLIGIBLE) * sum(self._seconds(tokens).values())
+        while tokens // 2 >= self._least and sum(self._seconds(tokens // 2).values()) <= most:
+            tokens //= 2
+        return tokens
 
     @cached_property
     def _longest_expected(self) -> int:

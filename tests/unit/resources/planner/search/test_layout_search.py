@@ -83,6 +83,22 @@ def test_layers_are_kept_as_far_as_memory_has_room_for_them() -> None:
     assert seconds == sorted(seconds, reverse=True)
 
 
+def test_a_micro_batch_is_no_larger_than_speed_needs() -> None:
+    def choose(micro_batch_tokens: int | str = "auto") -> RoleChoice:
+        degrees = {"data_parallel_size": 8, "sequence_parallel_size": 1, "offload": "none"}
+        role = demand("actor", SEVEN_B, micro_batch_tokens=micro_batch_tokens, **degrees)  # type: ignore[arg-type]
+        made = pool(8, role)
+        base = base_layout(role, PoolPolicy(zero_stage=2), made)
+        best = LayoutSearch(role, work_of(made, 1024).of("actor"), base, made).best(300.0)
+        assert isinstance(best, RoleChoice)
+        return best
+
+    chosen = choose()
+    tokens, seconds = chosen.layout.micro_batch_tokens, chosen.seconds["actor"]
+    twice, half = (choose(size).seconds["actor"] for size in (2 * tokens, tokens // 2))
+    assert twice < seconds <= 1.01 * twice < half
+
+
 def test_a_micro_batch_holds_the_longest_sequence() -> None:
     """100,000 tokens are more than a micro-batch has otherwise. Sequence parallelism divides them among eight GPUs."""
     role = demand("actor", LONG, sequence_parallel_size=8)
