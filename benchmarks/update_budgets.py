@@ -267,7 +267,7 @@ def _engine(micro_batch_tokens: int) -> TorchEngine:
     spec = EngineSpec(
         role="actor",
         model_name="policy",
-        model=Model(architecture=architecture, characters="0123456789+=", dtype="float32"),
+        model=Model(architecture=architecture, random_weights=True, characters="0123456789+=", dtype="float32"),
         capabilities=frozenset({"Trains", "Scores"}),
         device="cpu",
         seed=0,
