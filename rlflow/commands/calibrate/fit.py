@@ -22,7 +22,7 @@ from rlflow.resources.cluster import Cluster
 from rlflow.resources.demand import Demand
 from rlflow.resources.memory.processes import LOCAL_PROCESS
 from rlflow.resources.planner.hosts import select_hosts
-from rlflow.resources.planner.prediction.task_times import task_seconds, weight_sync_seconds
+from rlflow.resources.planner.prediction.task_times import task_seconds, turn_seconds, weight_sync_seconds
 from rlflow.resources.time.calibration import (
     Calibration,
     calibration_figures,
@@ -202,8 +202,13 @@ def _formula(plan: Plan, demand: Demand, task: Task, speed: Speed) -> Callable[[
     sequences = plan.prediction.memory[demand.role].sequences
     kv_tokens = float("inf") if sequences is None else sequences * task.typical_length
 
+    memory, is_first = plan.prediction.memory[demand.role], task is plan.workload.of(demand.role)[0]
+    takes_turns = is_first and "resting" in memory.phases and not layout.stays
+
     def predict(efficiency: Efficiency) -> float:
-        return task_seconds(demand, [task], layout, _with(speed, efficiency), kv_tokens=kv_tokens)[task.node]
+        seconds = task_seconds(demand, [task], layout, _with(speed, efficiency), kv_tokens=kv_tokens)[task.node]
+        turn = turn_seconds(demand, layout, memory.phases[memory.phase], efficiency) if takes_turns else 0.0
+        return seconds + turn
 
     return predict
 

@@ -6,6 +6,7 @@ from math import ceil
 
 from rlflow.resources.demand import Demand
 from rlflow.resources.layout import GIB, Layout
+from rlflow.resources.memory.state import Terms
 from rlflow.resources.models.architecture import Architecture
 from rlflow.resources.models.lora import adapter_parameters, adapter_tensors
 from rlflow.resources.planner.pools import Pool, RoleChoice
@@ -20,7 +21,7 @@ from rlflow.resources.time.passes import (
     sync_seconds,
     training,
 )
-from rlflow.resources.time.speed import Speed
+from rlflow.resources.time.speed import Efficiency, Speed
 from rlflow.resources.workload import Task, Workload
 
 # vLLM's default for a batch on GPUs of 70 GiB and more (EngineArgs.get_batch_defaults).
@@ -49,20 +50,24 @@ def task_seconds(
 
 
 def with_turn(choice: RoleChoice, demand: Demand, pool: Pool) -> RoleChoice:
-    """Add the time in which a role gives up GPU memory for others, once in a step, and takes it again.
-
-    The state of a role that trains or scores, and sleeps, moves to the host and back. That of an engine is discarded.
-    """
+    """Add the time of a role's turn to its first node, if it takes turns with the others of its pool."""
     first = next(iter(choice.seconds), None)
     if first is None or not pool.takes_turns(choice.layout):
         return choice
-    efficiency = pool.host_set.speed.of_engine(demand.engine).efficiency
-    seconds = efficiency.turn_s
-    if choice.layout.sleeps:
-        state = sum(choice.awake.get(term, 0.0) for term in ("weights", "gradients", "optimizer", "kv"))
-        is_engine = demand.job == "serve"
-        seconds += efficiency.sleep_gib_s * state if is_engine else 2 * offload_seconds(state * GIB)
+    seconds = turn_seconds(demand, choice.layout, choice.awake, pool.host_set.speed.of_engine(demand.engine).efficiency)
     return replace(choice, seconds={**choice.seconds, first: choice.seconds[first] + seconds})
+
+
+def turn_seconds(demand: Demand, layout: Layout, awake: Terms, efficiency: Efficiency) -> float:
+    """Return the time in which a role gives up GPU memory for others, once in a step, and takes it again.
+
+    The state of a role that trains or scores, and sleeps, moves to the host and back. That of an engine is discarded.
+    """
+    if not layout.sleeps:
+        return efficiency.turn_s
+    state = sum(awake.get(term, 0.0) for term in ("weights", "gradients", "optimizer", "kv"))
+    moved_s = efficiency.sleep_gib_s * state if demand.job == "serve" else 2 * offload_seconds(state * GIB)
+    return efficiency.turn_s + moved_s
 
 
 def _seconds_of(demand: Demand, task: Task, layout: Layout, speed: Speed, kv_tokens: float) -> float:
