@@ -70,9 +70,14 @@ def _sampling(arguments: Arguments) -> dict[str, Any]:
     get = arguments.get
     arguments.note("evaluation.num_prompts", "rlflow evaluates the first 512 rows; check the number")
     number = get(f"{ROLLOUT}.val_kwargs.n")
-    if number == 1:
-        return {}
     options = {name: get(f"{ROLLOUT}.val_kwargs.{name}") for name in ("temperature", "top_p")}
+    if number == 1:
+        arguments.used -= {f"{ROLLOUT}.val_kwargs.{name}" for name in options}
+        return {}
+    if not options["temperature"]:
+        remark = "verl validates at a temperature of 0, where all responses are the same: one is generated"
+        arguments.note(f"{ROLLOUT}.val_kwargs.n={number}", remark)
+        return {}
     return {"num_responses": number, **{name: value for name, value in options.items() if value}}
 
 

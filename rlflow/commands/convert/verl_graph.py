@@ -161,6 +161,8 @@ def _shaped_rewards(arguments: Arguments) -> tuple[dict[str, Any], dict[str, str
     for buffer in _OVERLONG_BUFFER:
         if not get(f"{buffer}.enable"):
             continue
+        if not get(f"{buffer}.len"):
+            raise RecipeError(f"{buffer}.len", "is missing", fix="the tokens over which the penalty rises")
         shaped = {"node": "overlong_penalty", "max_tokens": get("data.max_response_length")}
         nodes["shaped"] = {**shaped, "buffer_tokens": get(f"{buffer}.len")}
         rewards = {"rewards": "shaped"}

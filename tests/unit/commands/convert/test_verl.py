@@ -344,6 +344,7 @@ def test_a_remark_says_what_is_not_in_the_recipe(arguments: str, remark: str, wh
         ("echo nothing", "actor_rollout_ref.model.path: is missing"),
         (f"{TRAINS}\n{TRAINS}", "has 2 commands that train"),
         (f"{TRAINS} actor_rollout_ref.actor.policy_loss.loss_mode=gpg", "'gpg' is not converted"),
+        (TRAINS + "reward_model.overlong_buffer.enable=True", "overlong_buffer.len: is missing"),
         (TRAINS + "x" * 300_000, "has more than 256 KiB"),
         ("a=$b$b\nb=$a$a\n" * 100 + "a=xx\n" + "a=$a$a$a$a$a$a$a$a\n" * 60 + TRAINS, "has more than 256 KiB"),
         (TRAINS + "$(" * 3_000, "is nested too deeply|is missing"),

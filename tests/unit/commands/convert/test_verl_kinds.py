@@ -282,6 +282,23 @@ def test_a_model_has_the_sizes_that_its_name_says(path: str, card: str | None) -
     assert recipe["models"]["policy"] == {"path": path, **({"architecture_of": path} if card else {})}
 
 
+@pytest.mark.parametrize(
+    ("arguments", "sampling"),
+    [
+        ("n=8 {}.temperature=0.6 {}.top_p=0.95", {"num_responses": 8, "temperature": 0.6, "top_p": 0.95}),
+        ("n=8", {}),
+        ("temperature=0.6", {}),
+    ],
+)
+def test_responses_of_the_evaluation(arguments: str, sampling: dict[str, Any]) -> None:
+    """verl validates at a temperature of 0 unless the script says otherwise."""
+    key = f"{ROLLOUT}.val_kwargs"
+    converted = convert(f"{GRPO} data.val_files=v.parquet trainer.test_freq=5 {key}.{arguments.format(key, key)}")
+    evaluation = yaml.safe_load(converted.recipe)["evaluation"]
+    assert {name: evaluation[name] for name in evaluation.keys() - {"every", "num_prompts", "sets"}} == sampling
+    assert any(key in remark for remark in converted.remarks) == (sampling == {})
+
+
 @pytest.mark.parametrize("path", ["/models/Qwen2.5-Math-7B", "my/Qwen2.5-Math-7B-16k-think"])
 def test_a_copy_of_a_model_may_have_more_positions(path: str) -> None:
     script = GRPO.replace("Qwen/Qwen2.5-7B-Instruct", path) + "data.max_prompt_length=1024 data.max_response_length="
