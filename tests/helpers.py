@@ -1,7 +1,7 @@
 """Small models, prompts and sequences for tests."""
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from copy import deepcopy
 from dataclasses import replace
@@ -32,6 +32,7 @@ from rlflow.recipe.arguments import hydra_arguments
 from rlflow.recipe.compose import compose, load_cluster, recipe_from_config
 from rlflow.resources.layout import Layout
 from rlflow.resources.models.architecture import Architecture
+from rlflow.runtime.checkpoint import CheckpointWriter, RunProgress
 from rlflow.runtime.protocols import Observer
 
 CHARACTERS = "0123456789+="
@@ -243,3 +244,10 @@ def conversations(groups: Sequence[Sequence[Sequence[int]]], rewards: Sequence[S
         reasons=np.array([""] * len(pieces)),
         unfinished=done(len(pieces)),
     )
+
+
+def save_checkpoint(run: Path, progress: RunProgress, parts: Mapping[str, Any], keep: int) -> None:
+    """Write a checkpoint as a run does, and wait for it."""
+    writer = CheckpointWriter(run, parts, keep, None)
+    writer.save(progress)
+    writer.wait()

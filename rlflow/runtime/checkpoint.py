@@ -66,14 +66,6 @@ class _DamageError(Exception):
     """A checkpoint has changed since it was written."""
 
 
-def save(run: Path, progress: RunProgress, parts: Mapping[str, Any], keep: int) -> None:
-    """Write a checkpoint, and remove all but the newest ``keep``.
-
-    ``parts`` have a folder each: trained engines by role, and nodes with a state by their path in the recipe.
-    """
-    _begin(run, progress, parts, keep)()
-
-
 def _begin(run: Path, progress: RunProgress, parts: Mapping[str, Any], keep: int) -> Callable[[], None]:
     """Let all ``parts`` write their files, and return the function that makes them a checkpoint."""
     folder = _folder(run, progress.step)

@@ -14,6 +14,7 @@ from rlflow.errors import EngineError, RecipeError, StorageError
 from rlflow.runtime import checkpoint
 from rlflow.runtime.checkpoint import CheckpointWriter, RunProgress
 from rlflow.system import atomic_folder
+from tests.helpers import save_checkpoint
 
 EXPERIMENT = {"name": "f", "roles": {}, "graph": {}}
 
@@ -35,7 +36,7 @@ class Engine:
 
 
 def save(run: Path, step: int, engine: Engine, keep: int = 2) -> None:
-    checkpoint.save(run, RunProgress(EXPERIMENT, step, 4 * step, {"0": 0.5}), {"actor": engine}, keep)
+    save_checkpoint(run, RunProgress(EXPERIMENT, step, 4 * step, {"0": 0.5}), {"actor": engine}, keep)
 
 
 def test_the_last_one_is_read_and_old_ones_go(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from rlflow.recipe.compose import load_cluster
 from rlflow.recipe.options import RunOptions
 from rlflow.report.records import MetricsWriter, SampleLog, read_lines
 from rlflow.runtime import recovery
-from rlflow.runtime.checkpoint import RunProgress, save
+from rlflow.runtime.checkpoint import RunProgress
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.observers import Observers
 from rlflow.runtime.protocols import Engines, Lost
@@ -33,7 +33,7 @@ from rlflow.runtime.ray.engine_specs import spec_of
 from rlflow.runtime.run import run
 from rlflow.runtime.session import Session
 from tests.conftest import CONFIG_DIR
-from tests.helpers import Warnings, load, metrics_of, prompts
+from tests.helpers import Warnings, load, metrics_of, prompts, save_checkpoint
 
 DIED = "role actor: worker 0 on host-0 died."
 ACTOR = Lost(processes=["role actor: worker 0 on host-0"])
@@ -249,7 +249,7 @@ def test_a_run_that_goes_back_to_the_same_checkpoint_too_often_ends(tmp_path: Pa
     with session(plan, tmp_path, LosingRuntime(ACTOR)) as run:
         for _ in range(2):
             lose(run)
-        save(tmp_path, replace(run.progress, step=2, rows=6), {"actor": run.engines["actor"]}, keep=1)
+        save_checkpoint(tmp_path, replace(run.progress, step=2, rows=6), {"actor": run.engines["actor"]}, keep=1)
         for _ in range(2):
             lose(run)
         with pytest.raises(EngineError, match=DIED) as raised:
@@ -263,7 +263,7 @@ def test_a_run_that_goes_back_to_the_same_checkpoint_too_often_ends(tmp_path: Pa
 def test_rows_continue_from_the_checkpoint(tmp_path: Path) -> None:
     """The run started at step 0, and continues from a checkpoint of step 4."""
     with session(plan_of("local"), tmp_path, LosingRuntime(ACTOR)) as run:
-        save(tmp_path, replace(run.progress, step=4, rows=14), {"actor": run.engines["actor"]}, keep=1)
+        save_checkpoint(tmp_path, replace(run.progress, step=4, rows=14), {"actor": run.engines["actor"]}, keep=1)
         lose(run)
         assert run.data.resumed_at == (4, 14)
 
@@ -271,7 +271,7 @@ def test_rows_continue_from_the_checkpoint(tmp_path: Path) -> None:
 def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
     with session(plan_of("local"), tmp_path, LosingRuntime(ACTOR)) as run:
         for step in (2, 4):
-            save(tmp_path, replace(run.progress, step=step), {"actor": run.engines["actor"]}, keep=2)
+            save_checkpoint(tmp_path, replace(run.progress, step=step), {"actor": run.engines["actor"]}, keep=2)
         (tmp_path / "checkpoints" / "step-000004" / "actor" / "state.json").write_text("{}")
         lose(run)
         assert run.progress.step == 2
