@@ -45,15 +45,16 @@ class Work:
     ) -> float:
         """Return the time of attention and elementwise kernels on one GPU with enough memory.
 
-        Fused kernels move half as many bytes. Without ``flash`` attention, every query is multiplied with every key,
-        and the matrix goes through memory. ``attending`` is the number of queries, where it is not that of tokens.
+        Fused kernels move half as many bytes, apart from those of adapters. Without ``flash`` attention, every query is
+        multiplied with every key, and the matrix goes through memory. ``attending`` is the number of queries, where it
+        is not that of tokens.
         """
         span = self.model.attention_span(length) if flash else length
         attention = (
             self.key_flops * span / speed.efficiency.attention * (1.0 if attending is None else attending / tokens)
         )
         moved = self.moved_bytes * (0.5 if fused else 1.0) + (0 if flash else self.matrix_bytes * length)
-        moved += self.adapter_bytes * (0.5 if fused else 1.0) if adapters else 0.0
+        moved += self.adapter_bytes if adapters else 0.0
         kernels = moved / (speed.memory * speed.efficiency.elementwise)
         return tokens * (attention / speed.matmul_of(self.model.hidden_size) + kernels)
 
