@@ -55,7 +55,7 @@ def group_sizes(demand: Demand, largest: int) -> list[int]:
     return [size for size in sorted(sizes) if size <= largest and demand.shares_heads(size)]
 
 
-def pipeline_stages(demand: Demand, group: int) -> int | None:
+def stages_from_pins(demand: Demand, group: int) -> int | None:
     """Return the pipeline stages that follow from pinned GPUs and copies for groups of a size; None: any."""
     gpus, copies = demand.pinned("gpus"), demand.pinned("data_parallel_size")
     is_open = demand.pinned("pipeline_parallel_size") is None

@@ -11,7 +11,7 @@ from rlflow.resources.memory.phases import EngineMemory, StepLimits, generate_me
 from rlflow.resources.memory.state import Terms
 from rlflow.resources.planner.pools import Pool, RoleChoice, Shortage
 from rlflow.resources.planner.prediction.task_times import MAX_NUM_SEQS, task_seconds
-from rlflow.resources.planner.search.degrees import CPU_MICRO_BATCH_TOKENS, group_sizes, pipeline_stages, with_copies
+from rlflow.resources.planner.search.degrees import CPU_MICRO_BATCH_TOKENS, group_sizes, stages_from_pins, with_copies
 from rlflow.resources.workload import Task
 
 _MAX_UTILIZATION = 0.9
@@ -27,7 +27,7 @@ def engine_options(
     """Yield the options of a role that generates: tensor parallelism, and pipeline stages."""
     sizes = _tensor_sizes(demand, pool)
     degrees = [
-        (size, pipeline_stages(demand, size * base.sequence_parallel_size) or base.pipeline_parallel_size)
+        (size, stages_from_pins(demand, size * base.sequence_parallel_size) or base.pipeline_parallel_size)
         for size in sizes
     ]
     model = demand.architecture

@@ -14,7 +14,7 @@ from rlflow.resources.planner.prediction.task_times import task_seconds
 from rlflow.resources.planner.search.degrees import (
     CPU_MICRO_BATCH_TOKENS,
     group_sizes,
-    pipeline_stages,
+    stages_from_pins,
     with_copies,
 )
 from rlflow.resources.workload import Task
@@ -65,7 +65,7 @@ def _sequence_layouts(demand: Demand, base: Layout, pool: Pool) -> Iterator[Layo
     pinned = demand.pinned("sequence_parallel_size")
     sizes = [pinned] if pinned else group_sizes(demand, min(pool.shape.largest_group, pool.shape.num_gpus))
     for size in sizes if demand.architecture else sizes[:1]:
-        stages = pipeline_stages(demand, base.tensor_parallel_size * size) or base.pipeline_parallel_size
+        stages = stages_from_pins(demand, base.tensor_parallel_size * size) or base.pipeline_parallel_size
         yield with_copies(demand, pool, base, size, stages)
 
 
