@@ -232,8 +232,8 @@ def _encode_responses(data: Data, tokenizer: "PreTrainedTokenizerBase", rows: Ro
 def _format_chat(data: Data, tokenizer: "PreTrainedTokenizerBase", prompt: Any) -> str:
     conversation = prompt if is_conversation(prompt) else [{"role": "user", "content": str(prompt)}]
     messages = with_instructions(conversation, data.system_prompt)
-    options = {**data.template_options, "tokenize": False, "add_generation_prompt": True}
-    return str(tokenizer.apply_chat_template(messages, **options))
+    options = data.template_options
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options))
 
 
 def _fix_for_texts(data: Data) -> str:

@@ -41,8 +41,7 @@ _LARGEST_FILE = "5GB"
 def load_tokenizer(name: str, model: Model) -> "PreTrainedTokenizerBase":
     """Load the tokenizer of ``models.<name>``. Raises RecipeError."""
     tokenizer = new_tokenizer(model) if model.random_weights else _saved(name, model)
-    if model.chat_template is not None:
-        tokenizer.chat_template = model.chat_template
+    tokenizer.chat_template = model.chat_template or tokenizer.chat_template
     return tokenizer
 
 

@@ -78,11 +78,15 @@ def test_the_default_is_no_part_of_the_experiment() -> None:
 
 
 @pytest.mark.slow
-def test_the_role_that_generates_has_gpus_of_its_own() -> None:
+def test_the_role_that_generates_has_gpus_of_its_own_unless_that_is_slower() -> None:
+    """Roles that stay side by side lose no time to turns, so that sharing can be faster."""
     for recipe in ("grpo_7b", "ppo_7b"):
-        plan = rlflow.compile(load(f"recipe={recipe}", "overlap.max_staleness=1"), "2x8")
+        given = (f"recipe={recipe}", "overlap.max_staleness=1")
+        plan = rlflow.compile(load(*given), "2x8")
         gpus = {role: set(placement.bundles) for role, placement in plan.roles.items()}
-        assert all(gpus["rollout"].isdisjoint(gpus[role]) for role in gpus if role != "rollout")
+        is_apart = all(gpus["rollout"].isdisjoint(gpus[role]) for role in gpus if role != "rollout")
+        apart = rlflow.compile(load(*given, "roles.rollout.colocate=[]"), "2x8")
+        assert is_apart or plan.prediction.step_seconds < apart.prediction.step_seconds
 
 
 @pytest.mark.slow
@@ -126,7 +130,7 @@ def test_explain_says_what_overlap_would_bring() -> None:
     assert told.startswith("overlap.max_staleness=1: ")
     ahead = rlflow.compile(load("recipe=grpo_7b", "overlap.max_staleness=1"), "2x8").prediction.step_seconds
     synchronous = rlflow.compile(load("recipe=grpo_7b"), "2x8").prediction.step_seconds
-    assert f"{ahead:.4g} s, {1 - ahead / synchronous:.0%} less (rollout on " in told
+    assert f"{ahead:.4g} s, {1 - ahead / synchronous:.0%} less (" in told
     assert gain_of_overlap(problem_of(load("recipe=dapo_32b"), "2x8")) is None
     one_gpu = gain_of_overlap(problem_of(load("recipe=grpo_tiny"), "local"))
     assert one_gpu is not None
