@@ -10,7 +10,7 @@ from rlflow.recipe.compose import CONF
 from rlflow.resources.models.config import find_config
 
 _MODEL = "actor_rollout_ref.model"
-# Where versions of verl have the number of positions.
+# Versions of verl have the number of positions in these places.
 _POSITIONS = (
     f"{_MODEL}.override_config.max_position_embeddings",
     f"{_MODEL}.override_config.model_config.max_position_embeddings",

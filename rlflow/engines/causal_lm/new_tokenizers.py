@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 END_TOKEN = "<|end|>"
 _PAD, _START, _END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-# As in Qwen3, these are not special tokens: they stay when a response is decoded.
+# These are no special tokens, as in Qwen3: they stay when a response is decoded.
 _MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 # ChatML, with tools, their calls and their results in the form of Qwen3. Thoughts stay where a model wrote them.
 _TEMPLATE = """\

@@ -1,4 +1,4 @@
-"""Files of rollouts: what is written comes back, and files of an older format are refused."""
+"""Files of rollouts: reading returns what was saved, and refuses files of an older format."""
 
 from pathlib import Path
 
