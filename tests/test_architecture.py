@@ -25,8 +25,8 @@ COMPAT = PACKAGE / "system" / "compat"
 
 # The rooms in their order: each imports only rooms before it, and itself.
 ROOMS = ["_version", "errors", "plugins", "extras", "schema", "system", "resources", "batch", "recipe", "engines"]
-ROOMS += ["rewards", "environments", "nodes", "data", "compiler", "runtime", "report", "__init__", "commands", "cli"]
-ROOMS += ["__main__"]
+ROOMS += ["rewards", "environments", "agents", "nodes", "data", "compiler", "runtime", "report", "__init__", "commands"]
+ROOMS += ["cli", "__main__"]
 # The parts of resources in their order: each may import those before it.
 PARTS_OF_RESOURCES = ["models", "cluster", "layout", "memory", "time", "demand", "workload", "planner"]
 PARTS_OF_PLANNER = ["confidence", "hosts", "pools", "inputs", "placement_solver", "simulate", "candidate", "prediction"]

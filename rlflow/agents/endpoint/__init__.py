@@ -1,0 +1,1 @@
+"""The HTTP endpoint of an engine, in a process of its own."""

@@ -1,0 +1,123 @@
+"""What the processes of agents say to each other: an engine's, its endpoint's, and those that harnesses run in.
+
+All three run on one host and trust each other. Tokens and logprobs travel between engine and endpoint alone, as bytes.
+The first frame to an endpoint has its ModelSpec, and the first one to a harness worker has its ModelService.
+"""
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from struct import Struct
+from typing import Any, Literal
+
+from rlflow.agents.base import Outcome
+from rlflow.rewards.base import Failure, Row
+
+LENGTH = Struct("<I")
+"""A frame is its length in bytes, and a pickled list of messages."""
+
+Refused = Literal["calls", "context", "ended"]
+"""The limit that refuses a call: calls of an episode, tokens of a segment, or the episode has ended."""
+
+
+@dataclass(frozen=True)
+class OpenEpisode:
+    """Engine to endpoint: accept the calls of an episode."""
+
+    episode: str
+    token: str
+    """The bearer token of this episode alone."""
+    worker_token: str
+    """The bearer token of the harness worker that runs it (``ModelService.key``)."""
+
+
+@dataclass(frozen=True)
+class CloseEpisode:
+    """Engine to endpoint: refuse further calls of an episode, and forget it."""
+
+    episode: str
+
+
+@dataclass(frozen=True)
+class Call:
+    """Endpoint to engine: a prompt that wants a reply."""
+
+    number: int
+    """The number of the call at this endpoint."""
+    episode: str
+    prompt_ids: bytes
+    """Tokens, int32."""
+    max_tokens: int
+    """The limit of the reply."""
+    is_repeated: bool = False
+    """The client says that it has asked this before and got no answer: it gets the answer that it should have had."""
+
+
+@dataclass(frozen=True)
+class CancelCall:
+    """Endpoint to engine: the client has gone away."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Count:
+    """Endpoint to engine: something of an episode that is counted, such as a segment that had to be rendered anew."""
+
+    episode: str
+    name: str
+    value: float = 1.0
+
+
+@dataclass(frozen=True)
+class Reply:
+    """Engine to endpoint: the answer to a call."""
+
+    number: int
+    ids: bytes
+    """Tokens, int32, with the end token if it was sampled."""
+    logprobs: bytes
+    """The logprob of each token, float32."""
+    finished: bool
+    """False where the reply was cut at its limit."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Engine to endpoint: a call that gets no answer."""
+
+    number: int
+    reason: Refused
+    text: str
+
+
+@dataclass(frozen=True)
+class StartEpisode:
+    """Engine to harness worker: run a harness."""
+
+    episode: str
+    token: str
+    row: Row
+    seed: int
+    """The seed for what an environment draws, the same in each attempt."""
+
+
+@dataclass(frozen=True)
+class StopEpisode:
+    """Engine to harness worker: cancel a harness, whose outcome nobody needs."""
+
+    episode: str
+
+
+@dataclass(frozen=True)
+class EpisodeEnded:
+    """Harness worker to engine: the outcome of an episode, or why there is none."""
+
+    episode: str
+    outcome: Outcome | Failure
+
+
+def pack(messages: Sequence[Any]) -> bytes:
+    """Return messages as a frame."""
+    content = pickle.dumps(list(messages), pickle.HIGHEST_PROTOCOL)
+    return LENGTH.pack(len(content)) + content
