@@ -7,6 +7,7 @@ from random import Random
 from typing import Any, ClassVar, Protocol
 
 from rlflow.rewards.base import Row
+from rlflow.schema import Section
 
 Message = Mapping[str, Any]
 """A message of a chat in OpenAI's form: ``role``, ``content``, and maybe ``tool_calls`` or ``tool_call_id``."""
@@ -30,7 +31,7 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class ModelService:
-    """Where a worker's agents find the model."""
+    """The address of the model for the agents of a worker."""
 
     url: str
     """The endpoint's address, ``http://127.0.0.1:PORT``; OpenAI's clients want it with ``/v1``."""
@@ -41,7 +42,7 @@ class ModelService:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What an episode was worth."""
+    """The worth of an episode."""
 
     reward: float = 0.0
     """The reward at its end."""
@@ -116,7 +117,8 @@ class Client(Protocol):
         """Have requests with the worker's key and this ``X-Session-ID`` count as this episode's."""
 
 
-class Agent(ABC):
+@dataclass
+class Agent(Section, ABC):
     """A program around a model. A worker process builds one, and runs many episodes with it at the same time.
 
     Derive a dataclass from it, whose fields are the recipe's ``options``. What it draws comes from ``client.random``.
@@ -125,12 +127,12 @@ class Agent(ABC):
     gives_rewards: ClassVar[bool] = True
     """False if its reward is always 0, so that the reward function ``environment`` is refused."""
 
-    async def open(self, service: ModelService) -> None:  # noqa: B027
+    async def open(self, service: ModelService) -> None:
         """Start what all episodes of this worker share."""
 
     @abstractmethod
     async def run(self, client: Client, row: Row) -> Outcome | float:
         """Run one episode about a row of the data set, and return what it was worth."""
 
-    async def close(self) -> None:  # noqa: B027
+    async def close(self) -> None:
         """End what ``open`` has started."""

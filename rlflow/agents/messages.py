@@ -1,4 +1,4 @@
-"""What the processes of agents say to each other: an engine's, its endpoint's, and those that harnesses run in.
+"""The messages between the processes of agents: an engine's, its endpoint's, and those that harnesses run in.
 
 All three run on one host and trust each other. Tokens and logprobs travel between engine and endpoint alone, as bytes.
 The first frame to an endpoint has its ModelSpec, and the first one to a harness worker has its ModelService.
