@@ -18,8 +18,8 @@ from rlflow.batch import Examples, Packed, Pairs, Prompts, Repeated, Rollouts, S
 from rlflow.data.encoding import Rows, encode, make_pairs, missing_column_error
 from rlflow.data.files import is_local as is_local
 from rlflow.data.files import read_files_or_hub
+from rlflow.data.generated import generated_rows
 from rlflow.data.messages import split_answers
-from rlflow.data.reasoning_gym import PREFIX, task_rows
 from rlflow.errors import RecipeError, first_line
 from rlflow.plugins import load_object
 from rlflow.recipe import Data
@@ -276,8 +276,7 @@ def _keys(step: int, count: int) -> NDArray[np.int64]:
 
 
 def _call_function(data: Data, split: str) -> Rows:
-    is_task = data.source.startswith(PREFIX)
-    function = task_rows(data.source) if is_task else load_object(data.source, "data.source")
+    function = generated_rows(data.source) or load_object(data.source, "data.source")
     try:
         return list(function(split=split, **data.options))
     except Exception as error:  # a user's function may raise anything

@@ -27,9 +27,15 @@ class ScriptedClient:
     api_key = "token"
     model = "policy"
 
-    def __init__(self, *replies: str | Mapping[str, Any] | Callable[[Sequence[Message]], str], seed: int = 0) -> None:
+    def __init__(
+        self,
+        *replies: str | Mapping[str, Any] | Callable[[Sequence[Message]], str],
+        seed: int = 0,
+        pauses: bool = False,
+    ) -> None:
         self.replies = list(replies)
         self.seed = seed
+        self.pauses = pauses
         self.random = Random(seed)
         self.prompts: list[list[Message]] = []
         self.tools: Sequence[Mapping[str, Any]] = ()
@@ -46,6 +52,8 @@ class ScriptedClient:
         """Return the next reply. Without one, a limit is reached."""
         self.prompts.append(list(messages))
         self.tools = tools
+        if self.pauses:
+            await asyncio.sleep(0)
         if not self.replies:
             raise LimitReachedError("max_calls")
         reply = self.replies.pop(0)
