@@ -3,7 +3,7 @@
 Shapes: B conversations.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,6 +30,8 @@ class Conversations(Rollouts):
     unfinished: Packed
     """B rows of uint8: JSON that an engine needs to resume a conversation. Empty where it is done. A row that does not
     begin with a brace also has a pickle of the environment, and never leaves the run."""
+    measures: Sequence[Mapping[str, float]]
+    """B mappings: further numbers of each conversation, which become metrics."""
 
     @property
     def failed(self) -> NDArray[np.bool_]:
@@ -46,9 +48,11 @@ class Conversations(Rollouts):
         return Packed(runs.run_lengths[is_turn], offsets_of(np.bincount(rows[is_turn], minlength=len(self))))
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the turns, the share of failed conversations, and the metrics of all rollouts."""
+        """Return the turns, the share of failed conversations, the means of measures, and those of all rollouts."""
         turns = {"turns_mean": float(np.mean(self.turn_rewards.lengths)), "failed": float(np.mean(self.failed))}
-        return {**turns, **super().metrics()}
+        names = dict.fromkeys(name for measures in self.measures for name in measures)
+        means = {name: sum(measures.get(name, 0.0) for measures in self.measures) / len(self) for name in names}
+        return {**turns, **means, **super().metrics()}
 
     def failures(self) -> Mapping[str, int]:
         """Return why environments failed."""

@@ -128,6 +128,7 @@ def build_conversations(samples: Prompts, transcripts: Sequence[Transcript], tem
         ),
         turn_rewards=Packed.from_rows([transcript.turn_rewards for transcript in transcripts], np.float32),
         reasons=np.array([transcript.reason for transcript in transcripts], np.str_),
+        measures=({},) * len(transcripts),
         unfinished=Packed.from_rows(
             [np.frombuffer(_rest_of(transcript), np.uint8) for transcript in transcripts], np.uint8
         ),
