@@ -242,6 +242,7 @@ def conversations(groups: Sequence[Sequence[Sequence[int]]], rewards: Sequence[S
         ),
         turn_rewards=Packed.from_rows(rewards, np.float32),
         reasons=np.array([""] * len(pieces)),
+        measures=({},) * len(pieces),
         unfinished=done(len(pieces)),
     )
 

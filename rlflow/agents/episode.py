@@ -109,7 +109,10 @@ def _columns(sample_ids: Ids, rollout: Rollout) -> _Columns:
         # A response has at least one token. Nobody trains on this one, because it failed.
         return _Columns((sample_ids,), (_context(sample_ids[-1:], 0),), (-1,), (0,), ())
     segments = segments_of([(_prompt_of(call), call.reply.ids) for call in calls])
-    pieces, turns, numbers, order = [], [], [], []
+    pieces: list[PartialResponse] = []
+    turns: list[int] = []
+    numbers: list[int] = []
+    order: list[int] = []
     for number, segment in enumerate(segments):
         for place, (call, context) in enumerate(zip(segment.calls, segment.context, strict=True)):
             reply = calls[call].reply

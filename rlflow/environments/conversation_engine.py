@@ -1,9 +1,8 @@
 """An engine whose responses are conversations: each goes on as soon as its own environment has answered."""
 
-import threading
 import time
-from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 from rlflow.batch import Conversations, Packed, Prompts
 from rlflow.engines.base import Sampling
 from rlflow.engines.group_progress import NO_RESPONSE, PartialResponse
+from rlflow.engines.serving.events import EventThread, Handler
 from rlflow.engines.serving.sessions import SessionEngine
 from rlflow.environments.exchange import Answer, Exchange
 from rlflow.environments.transcript import (
@@ -61,10 +61,8 @@ class ConversationEngine(SessionEngine):
         self._live: dict[Future[Transcript], _Conversation] = {}
         """The conversations by their futures, which complete when they leave."""
         self._tokens_each = 0.0
-        self._events: list[tuple[_Handler, Sequence[_Conversation]]] = []
-        self._lock = threading.Lock()
-        """Guards ``_events``."""
-        self._thread = ThreadPoolExecutor(1, "conversations")
+        handlers = (self._continue, self._end_turns, self._take_answers, self._abort)
+        self._events = EventThread("conversations", handlers, self._call)
 
     @property
     def capacity(self) -> tuple[int, int]:
@@ -94,11 +92,11 @@ class ConversationEngine(SessionEngine):
             )
         ]
         self._live.update({conversation.future: conversation for conversation in conversations})
-        self._post(self._continue, conversations)
+        self._events.post(self._continue, conversations)
         return [conversation.future for conversation in conversations]
 
     def abort(self, futures: "Collection[Future[Any]]") -> None:
-        self._post(
+        self._events.post(
             self._abort, [conversation for future in futures if (conversation := self._live.get(future)) is not None]
         )
         wait(futures)
@@ -106,27 +104,14 @@ class ConversationEngine(SessionEngine):
     def rollouts(self, samples: Prompts, responses: Sequence[Any], sampling: Sampling) -> Conversations:
         return build_conversations(samples, responses, sampling.scoring_temperature)
 
-    def _post(self, handler: "_Handler", conversations: "Sequence[_Conversation]") -> None:
-        """Have the thread call the handler, once for all conversations that are waiting for it by then."""
-        with self._lock:
-            self._events.append((handler, conversations))
-            is_first = len(self._events) == 1
-        if is_first:
-            self._thread.submit(self._handle_events)
-
-    def _handle_events(self) -> None:
-        with self._lock:
-            events, self._events = self._events, []
-        for handler in (self._continue, self._end_turns, self._take_answers, self._abort):
-            waiting = [
-                conversation for its_handler, every in events if its_handler == handler for conversation in every
-            ]
-            live = [conversation for conversation in waiting if conversation.future in self._live]
-            try:
-                if live:
-                    handler(live)
-            except BaseException as error:  # without an answer, callers would wait forever
-                self._fail(live, error)
+    def _call(self, handler: Handler, conversations: list[_Conversation]) -> None:
+        """Call a handler with those of the conversations that are live."""
+        live = [conversation for conversation in conversations if conversation.future in self._live]
+        try:
+            if live:
+                handler(live)
+        except BaseException as error:  # without an answer, callers would wait forever
+            self._fail(live, error)
 
     def _end_turns(self, conversations: list[_Conversation]) -> None:
         """Add the turns that the engine has generated, or what it has of them."""
@@ -206,8 +191,8 @@ class ConversationEngine(SessionEngine):
             conversation.turn = turn
             turn.add_done_callback(partial(self._notify, self._end_turns, conversation))
 
-    def _notify(self, handler: "_Handler", conversation: _Conversation, future: "Future[Any]") -> None:
-        self._post(handler, [conversation])
+    def _notify(self, handler: Handler, conversation: _Conversation, future: "Future[Any]") -> None:
+        self._events.post(handler, [conversation])
 
     def _fail(self, conversations: list[_Conversation], error: BaseException) -> None:
         if not isinstance(error, EngineError | UserError):
@@ -219,6 +204,3 @@ class ConversationEngine(SessionEngine):
 
     def _count_tokens(self, number: int) -> None:
         self._tokens_each += number / max(1, len(self._live))
-
-
-_Handler = Callable[[list[_Conversation]], None]
