@@ -5,6 +5,7 @@ A reward function returns a number for each response, or a ``Failure`` with a re
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from socket import socket
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 from rlflow.errors import first_line
@@ -129,6 +130,9 @@ class LoadedCallable:
     """Returns why the function cannot judge any response to a row."""
     check: Callable[[Any, str], Any] = to_outcome
     """Checks or converts the value that was returned for a text."""
+
+    serve: Callable[[socket], None] | None = None
+    """Serves the worker's socket in its own way, in the place of calls, until the other end closes."""
 
     @property
     def limit_s(self) -> float:

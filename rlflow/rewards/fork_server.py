@@ -109,6 +109,9 @@ def _run_worker(end: socket.socket, callables: Mapping[str, LoadedCallable], ser
         # Let the kernel kill this process before all others of the host when memory runs out.
         Path("/proc/self/oom_score_adj").write_text("1000")
     end.sendall(pickle.dumps(None))
+    for loaded in callables.values():
+        if loaded.serve is not None:
+            return loaded.serve(end)
     calls = end.makefile("rb")
     while True:
         name, texts, rows = pickle.load(calls)

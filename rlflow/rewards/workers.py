@@ -23,11 +23,14 @@ _LEAST_TIMEOUT_S = 1e-6
 
 
 class ForkedWorker:
-    """A worker process, which processes one call at a time. What it answers is trusted, as rlflow's own."""
+    """A worker process, which processes one call at a time. What it answers is trusted, as rlflow's own.
+
+    One that serves its ``socket`` in its own way gets no calls.
+    """
 
     def __init__(self, pid: int, end: socket.socket) -> None:
         self.pid = pid
-        self._socket = end
+        self.socket = end
         self._answers = end.makefile("rb")
 
     def wait_until_ready(self) -> None:
@@ -40,17 +43,17 @@ class ForkedWorker:
         Raises TimeoutError after ``limit_s``, EOFError if the process dies, and OSError if it had died before.
         """
         deadline = time.monotonic() + limit_s
-        self._socket.settimeout(limit_s)
-        self._socket.sendall(message)
+        self.socket.settimeout(limit_s)
+        self.socket.sendall(message)
         return self._receive(deadline - time.monotonic())
 
     def close(self) -> None:
         """Close this end of the process's socket."""
         self._answers.close()
-        self._socket.close()
+        self.socket.close()
 
     def _receive(self, limit_s: float) -> Any:
-        self._socket.settimeout(max(_LEAST_TIMEOUT_S, limit_s))
+        self.socket.settimeout(max(_LEAST_TIMEOUT_S, limit_s))
         try:
             return pickle.load(self._answers)
         except (ConnectionResetError, pickle.UnpicklingError) as error:  # it died before it read, or while it answered

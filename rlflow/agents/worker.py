@@ -1,0 +1,112 @@
+"""A worker process of agents: runs many episodes at once in one event loop.
+
+The fork server of ``rewards`` starts it, and kills it with all that it started.
+"""
+
+import asyncio
+import pickle
+import socket
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from math import isfinite
+from typing import Any, ClassVar
+
+from rlflow.agents.base import Agent, LimitReachedError, ModelService, Outcome
+from rlflow.agents.load import load_agent
+from rlflow.agents.messages import LENGTH, EpisodeEnded, StartEpisode, StopEpisode, pack
+from rlflow.errors import first_line
+from rlflow.rewards.base import MAX_FLOAT32, Failure, LoadedCallable
+
+
+@dataclass(frozen=True)
+class AgentSpec:
+    """The name and options of an agent, from which the fork server loads it."""
+
+    environment: str
+    options: Mapping[str, Any]
+    kind: ClassVar[str] = "environment"
+
+    def load(self, name: str) -> LoadedCallable:
+        """Load the agent. Raises RecipeError at the paths ``environment`` and ``options``."""
+        agent = load_agent(self.environment, self.options)
+        return LoadedCallable(_no_call, 1, 0.0, serve=partial(_serve, agent))
+
+
+def _no_call(texts: Sequence[str], rows: Sequence[Any]) -> Sequence[Any]:
+    raise NotImplementedError("agents get messages instead")
+
+
+def _serve(agent: Agent, end: socket.socket) -> None:
+    asyncio.run(_Worker(agent).run(end))
+
+
+class _Worker:
+    """Answers the messages of an engine until it closes its end."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._episodes: dict[str, asyncio.Task[None]] = {}
+
+    async def run(self, end: socket.socket) -> None:
+        """Run the episodes that the engine starts."""
+        import aiohttp
+
+        reader, self._writer = await asyncio.open_connection(sock=end)
+        (self._service,) = await _read(reader)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
+        # Replies take as long as they take: the engine knows of slow ones.
+        limits = aiohttp.ClientTimeout(total=None, connect=60)
+        async with aiohttp.ClientSession(connector=connector, timeout=limits) as self._http:
+            failure = await self._open(self._service)
+            with suppress(asyncio.IncompleteReadError):
+                while True:
+                    for message in await _read(reader):
+                        if isinstance(message, StartEpisode):
+                            self._start(message, failure)
+                        elif isinstance(message, StopEpisode) and (task := self._episodes.get(message.episode)):
+                            task.cancel()
+
+    async def _open(self, service: ModelService) -> Failure | None:
+        try:
+            await self._agent.open(service)
+        except Exception as error:  # an agent may raise anything
+            return Failure("unavailable", f"does not start ({first_line(error)})")
+        return None
+
+    def _start(self, message: StartEpisode, failure: Failure | None) -> None:
+        task = asyncio.create_task(self._run(message, failure), name=message.episode)
+        self._episodes[message.episode] = task
+
+    async def _run(self, message: StartEpisode, failure: Failure | None) -> None:
+        outcome = failure or Failure("timeout", "was stopped")
+        try:
+            if failure is None:
+                outcome = await self._outcome(message)
+        except asyncio.CancelledError:
+            pass  # the engine waits for the message that follows
+        except BaseException as error:  # an agent may raise anything, SystemExit included
+            outcome = Failure("raised", f"failed ({first_line(error)})")
+        del self._episodes[message.episode]
+        self._writer.write(pack([EpisodeEnded(message.episode, outcome)]))
+        await self._writer.drain()
+
+    async def _outcome(self, message: StartEpisode) -> Outcome | Failure:
+        from rlflow.agents.client import HttpClient
+
+        client = HttpClient(self._service, message, self._http)
+        try:
+            outcome = client.outcome(await self._agent.run(client, message.row))
+        except LimitReachedError:
+            outcome = client.outcome(0.0, finished=False)
+        numbers = (outcome.reward, *outcome.call_rewards.values(), *outcome.metrics.values())
+        if not all(isfinite(number) and abs(number) <= MAX_FLOAT32 for number in numbers):
+            return Failure("invalid", f"gave {outcome.reward} as its reward, or such a number with it")
+        return outcome
+
+
+async def _read(reader: asyncio.StreamReader) -> list[Any]:
+    (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+    messages: list[Any] = pickle.loads(await reader.readexactly(length))
+    return messages
