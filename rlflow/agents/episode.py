@@ -102,20 +102,20 @@ def _columns(sample_ids: Ids, rollout: Rollout) -> _Columns:
     record = rollout.record
     if not rollout.is_done:
         # Only an engine that goes on reads it: the replies one after another, without what was between them.
-        replies = tuple(record.calls[name].reply for name in record.calls if name in record.used)
+        replies = tuple(record.calls[name].result.reply for name in record.calls if name in record.used)
         return _Columns((sample_ids,), replies, tuple(range(len(replies))), (0,) * len(replies), ())
     calls = list(record.done_calls())
     if not calls:
         # A response has at least one token. Nobody trains on this one, because it failed.
         return _Columns((sample_ids,), (_context(sample_ids[-1:], 0),), (-1,), (0,), ())
-    segments = segments_of([(_prompt_of(call), call.reply.ids) for call in calls])
+    segments = segments_of([(_prompt_of(call), call.ids) for call in calls])
     pieces: list[PartialResponse] = []
     turns: list[int] = []
     numbers: list[int] = []
     order: list[int] = []
     for number, segment in enumerate(segments):
         for place, (call, context) in enumerate(zip(segment.calls, segment.context, strict=True)):
-            reply = calls[call].reply
+            reply = calls[call].result.reply
             if place and len(context):
                 pieces.append(_context(context, int(pieces[-1].versions[-1])))
                 turns.append(-1)
@@ -153,7 +153,7 @@ def _turn_rewards(calls: Sequence[int], rollout: Rollout) -> list[float]:
 
 
 def _last_text(rollout: Rollout) -> str:
-    return next((call.text for call in reversed(list(rollout.record.done_calls()))), "")
+    return next((call.result.text for call in reversed(list(rollout.record.done_calls()))), "")
 
 
 def _length(piece: PartialResponse) -> int:

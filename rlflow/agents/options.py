@@ -18,6 +18,8 @@ class AgentOptions(Section):
     an Agent or a coroutine."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The environment's fields."""
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the tokenizer's chat template, as in ``data``."""
     max_calls: Count
     """The limit of the model's calls in an episode."""
     turn_tokens: Count

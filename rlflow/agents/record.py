@@ -14,25 +14,29 @@ from hashlib import blake2b
 import numpy as np
 from numpy.typing import NDArray
 
+from rlflow.agents.call_generator import CallResult
 from rlflow.engines.group_progress import NO_RESPONSE, PartialResponse
+
+_NOT_BEGUN = CallResult(NO_RESPONSE, finished=False, is_done=False, text="")
 
 CallName = tuple[str, int]
 """A digest of the prompt and the limit, and the number of earlier calls with the same."""
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class RecordedCall:
     """A call of the model, with what is sampled so far."""
 
-    reply: PartialResponse = NO_RESPONSE
-    finished: bool = False
-    """It ended with an end token."""
-    is_done: bool = False
-    """It is finished, or at its limit."""
-    text: str = ""
-    """The text of a reply that is done."""
+    result: CallResult = _NOT_BEGUN
     prompt_ids: NDArray[np.int32] | None = None
     """None for a call of a record that an engine took over, until the agent asks again."""
+    limit: int = 0
+    """The limit of the reply in tokens."""
+
+    @property
+    def ids(self) -> NDArray[np.int32]:
+        """Return the sampled tokens."""
+        return self.result.reply.ids
 
 
 @dataclass(eq=False)
@@ -56,19 +60,23 @@ class EpisodeRecord:
             self.asked[digest] += 1
         return digest, self.asked[digest] - 1
 
+    def copy(self) -> "EpisodeRecord":
+        """Return a record that stays as this one is now."""
+        return EpisodeRecord(dict(self.calls), Counter(self.asked), dict(self.used))
+
     def done_calls(self) -> Iterator[RecordedCall]:
         """Yield the calls of this attempt that are done, in the order in which they were first asked."""
-        return (call for name, call in self.calls.items() if name in self.used and call.is_done)
+        return (call for name, call in self.calls.items() if name in self.used and call.result.is_done)
 
     @property
     def length(self) -> int:
         """Return the number of sampled tokens in this attempt."""
-        return sum(len(self.calls[name].reply.ids) for name in self.used)
+        return sum(len(self.calls[name].ids) for name in self.used)
 
     def to_bytes(self) -> bytes:
         """Return what ``from_partial`` needs besides the tokens of this attempt's calls, as JSON."""
         calls = [
-            [*name, len(call.reply.ids), call.finished, call.is_done, call.text]
+            [*name, len(call.ids), call.result.finished, call.result.is_done, call.result.text]
             for name, call in self.calls.items()
             if name in self.used
         ]
@@ -84,7 +92,8 @@ class EpisodeRecord:
         ends = np.cumsum([length for _, _, length, *_ in calls], dtype=np.int64)
         columns = (np.split(column, ends)[:-1] for column in (partial.ids, partial.logprobs, partial.versions))
         for (digest, number, _, finished, is_done, text), *reply in zip(calls, *columns, strict=True):
-            record.calls[digest, number] = RecordedCall(PartialResponse(*reply), finished, is_done, text)
+            result = CallResult(PartialResponse(*reply), finished, is_done, text)
+            record.calls[digest, number] = RecordedCall(result)
         return record
 
 

@@ -112,6 +112,11 @@ class WorkerPool:
             worker = self._workers[number] = Worker(self._fork_server, service(), self._receive, self._died)
         return worker
 
+    def forget(self, episode: str) -> None:
+        """Take note of an episode's end."""
+        for worker in filter(None, self._workers):
+            worker.forget(episode)
+
     def check(self) -> None:
         """Kill workers that hang."""
         now = time.monotonic()

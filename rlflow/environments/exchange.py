@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Literal
 
 from rlflow.batch import Rollouts
 from rlflow.engines.base import Sampling
@@ -61,7 +61,8 @@ class Exchange:
         for transcript, answer in answered:
             transcript.is_done = True
             if isinstance(answer, Failure):
-                transcript.reason = self._failure_reason(answer)
+                options = self._options
+                transcript.reason = failure_reason(options.environment, options.on_failure, answer)
                 continue
             transcript.rewards.append(answer.reward)
             transcript.finished, transcript.state = answer.done, answer.state
@@ -71,15 +72,6 @@ class Exchange:
             if transcript.length + len(ids) + self._options.turn_tokens <= self._options.max_tokens:
                 transcript.add_answer(ids)
                 transcript.is_done = False
-
-    def _failure_reason(self, failure: Failure) -> str:
-        """Return why the environment failed. Raise an error with ``on_failure: stop``."""
-        fact = f"'{self._options.environment}' {failure.reason}"
-        if self._options.on_failure == "exclude":
-            return fact
-        if failure.kind in ("raised", "invalid"):
-            raise RecipeError("environment", fact, fix="on_failure: exclude leaves such conversations out")
-        raise EnvironmentFailedError(f"environment {fact}. With on_failure: exclude such conversations are left out.")
 
     def _frame(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the environment's answers as tokens, within the frame.
@@ -105,3 +97,13 @@ class Exchange:
                 "stop", f"expected a single token, got {text!r}, which is {len(ids)}", fix="a text that is one token"
             )
         return ids[0]
+
+
+def failure_reason(environment: str, on_failure: Literal["stop", "exclude"], failure: Failure) -> str:
+    """Return why an environment failed. With ``stop``, raise RecipeError or EnvironmentFailedError instead."""
+    fact = f"'{environment}' {failure.reason}"
+    if on_failure == "exclude":
+        return fact
+    if failure.kind in ("raised", "invalid"):
+        raise RecipeError("environment", fact, fix="on_failure: exclude leaves such conversations out")
+    raise EnvironmentFailedError(f"environment {fact}. With on_failure: exclude such conversations are left out.")

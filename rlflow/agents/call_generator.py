@@ -1,0 +1,120 @@
+"""Generates the calls of episodes, or finds them in the journal."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlflow.batch import Packed, Prompts, Rollouts
+from rlflow.engines.base import Sampling
+from rlflow.engines.group_progress import PartialResponse
+from rlflow.engines.journal import RecordedResponses
+from rlflow.engines.serving.sessions import SessionEngine
+from rlflow.environments.transcript import piece_of
+
+
+@dataclass(frozen=True)
+class CallRequest:
+    """A call that an engine shall generate."""
+
+    key: NDArray[np.int64]
+    """[3]: the key that its random numbers follow from."""
+    prompt_ids: NDArray[np.int32]
+    partial: PartialResponse
+    """What is generated already."""
+    sampling: Sampling
+
+
+@dataclass(frozen=True)
+class CallResult:
+    """What an engine has generated for a call."""
+
+    reply: PartialResponse
+    finished: bool
+    """It ended with an end token."""
+    is_done: bool
+    """False for a call that was aborted."""
+    text: str
+
+
+class CallGenerator:
+    """The calls of one engine. One thread calls its methods."""
+
+    def __init__(self, engine: SessionEngine) -> None:
+        self._engine = engine
+        self._recorded: tuple[tuple[int, int], RecordedResponses] | None = None
+        """The step and the version of the last calls, and what the journal had of them at first."""
+
+    def submit(self, requests: Sequence[CallRequest]) -> "list[Future[Any]]":
+        """Start these calls; ``results`` reads the futures. Raises EngineError."""
+        futures: dict[int, Future[Any]] = {}
+        for sampling, rows in _by_sampling(requests).items():
+            prompts = _prompts([requests[row] for row in rows])
+            recorded_rows, recorded = self._journal_of(prompts).find(prompts, sampling)
+            if recorded is not None:
+                for place, result in zip(recorded_rows.tolist(), _results(recorded), strict=True):
+                    futures[rows[place]] = Future()
+                    futures[rows[place]].set_result(result)
+            missing = [place for place in range(len(rows)) if rows[place] not in futures]
+            if missing:
+                partial = [requests[rows[place]].partial for place in missing]
+                resumes = any(len(reply.ids) for reply in partial)
+                started = self._engine.submit(prompts.take(np.array(missing)), sampling, partial if resumes else None)
+                futures |= {rows[place]: future for place, future in zip(missing, started, strict=True)}
+        return [futures[row] for row in range(len(requests))]
+
+    def results(self, requests: Sequence[CallRequest], futures: "Sequence[Future[Any]]") -> list[CallResult]:
+        """Return the results of futures that are done, and record them in the journal. Raises EngineError."""
+        results: dict[int, CallResult] = {}
+        for sampling, rows in _by_sampling(requests).items():
+            responses = {row: futures[row].result() for row in rows}
+            results |= {row: response for row, response in responses.items() if isinstance(response, CallResult)}
+            new = [row for row in rows if row not in results]
+            if not new:
+                continue
+            prompts = _prompts([requests[row] for row in new])
+            rollouts = self._engine.rollouts(prompts, [responses[row] for row in new], sampling)
+            is_done = [responses[row].is_done for row in new]
+            results |= dict(zip(new, _results(rollouts, is_done), strict=True))
+            done = np.flatnonzero(is_done)
+            if len(done):
+                self._engine.journal.add(rollouts.take(done), prompts.take(done), sampling)
+        return [results[row] for row in range(len(requests))]
+
+    def _journal_of(self, prompts: Prompts) -> RecordedResponses:
+        """Return what the journal had before this process's first calls of the step with these weights."""
+        name = (int(prompts.keys[0, 0]), self._engine.journal.version)
+        if self._recorded is None or self._recorded[0] != name:
+            self._recorded = name, self._engine.journal.recorded(prompts.keys)
+        return self._recorded[1]
+
+
+def _by_sampling(requests: Sequence[CallRequest]) -> dict[Sampling, list[int]]:
+    rows = defaultdict(list)
+    for row, request in enumerate(requests):
+        rows[request.sampling].append(row)
+    return rows
+
+
+def _prompts(requests: Sequence[CallRequest]) -> Prompts:
+    return Prompts(
+        keys=np.stack([request.key for request in requests]),
+        ids=Packed.from_rows([request.prompt_ids for request in requests], np.int32),
+        rows=({},) * len(requests),
+    )
+
+
+def _results(rollouts: Rollouts, is_done: Sequence[bool] | None = None) -> list[CallResult]:
+    return [
+        CallResult(
+            piece_of(rollouts, row),
+            bool(rollouts.finished[row]),
+            is_done is None or is_done[row],
+            rollouts.texts[row],
+        )
+        for row in range(len(rollouts))
+    ]
