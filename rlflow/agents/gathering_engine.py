@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from rlflow.batch import Prompts, Rollouts
-from rlflow.engines.base import Generates, Sampling
+from rlflow.engines.base import Sampling
 from rlflow.engines.group_progress import PartialResponse
 from rlflow.engines.serving.sessions import SessionEngine
 
@@ -40,10 +40,10 @@ class GatheringEngine(SessionEngine):
     It cannot stop a response, so that ``abort`` waits for it.
     """
 
-    def __init__(self, engine: Generates) -> None:
-        """Generate by ``engine``, which has a ``tokenizer``, in a thread that ends with the process."""
+    def __init__(self, engine: Any) -> None:
+        """Generate by ``engine``, which has a ``tokenizer`` and a ``seed``, in a thread that ends with the process."""
         self._engine = engine
-        self.tokenizer: Any = engine.tokenizer  # type: ignore[attr-defined]
+        self.tokenizer, self.seed = engine.tokenizer, engine.seed
         self._calls: SimpleQueue[tuple[Prompts, Sampling, list[Future[_Generated]]]] = SimpleQueue()
         self._num_tokens = 0
         threading.Thread(target=self._serve, name="gathered calls", daemon=True).start()

@@ -80,7 +80,7 @@ class _Worker:
         self._episodes[message.episode] = task
 
     async def _run(self, message: StartEpisode, failure: Failure | None) -> None:
-        outcome = failure or Failure("timeout", "was stopped")
+        outcome: Outcome | Failure = failure or Failure("timeout", "was stopped")
         try:
             if failure is None:
                 outcome = await self._outcome(message)

@@ -38,7 +38,7 @@ class FakeEngine(ProfiledEngine):
     """An engine whose only weight is the number of its updates. Responses are up to four digits."""
 
     def __init__(self, spec: EngineSpec) -> None:
-        self._spec = spec
+        self._spec, self.seed = spec, spec.seed
         self._weight = 0
         self._version: int | None = 0
         self._awake = True

@@ -84,9 +84,10 @@ class Journal:
 
     def _append(self, folder: Path, names: Names, rollouts: Rollouts, samples: Prompts) -> None:
         buffer = BytesIO()
-        # The reader of the rollouts has the prompts already.
-        none = Packed(np.empty(0, np.int32), np.zeros(len(rollouts) + 1, np.int64))
-        write_rollouts(buffer, replace(rollouts, prompt_ids=none), samples.rows)
+        if rollouts.prompt_segments is None:  # the reader has the prompts already
+            none = Packed(np.empty(0, np.int32), np.zeros(len(rollouts) + 1, np.int64))
+            rollouts = replace(rollouts, prompt_ids=none)
+        write_rollouts(buffer, rollouts, samples.rows)
         content = buffer.getvalue()
         head = _HEADER.pack(len(names), len(content), zlib.crc32(content)) + names.tobytes()
         folder.mkdir(parents=True, exist_ok=True)
@@ -185,7 +186,8 @@ def _with_prompts(rollouts: Rollouts, samples: Prompts) -> Rollouts:
     rows = samples.rows
     if any(rollouts.rows):
         rows = tuple({**row, **added} for row, added in zip(rows, rollouts.rows, strict=True))
-    return replace(rollouts, keys=samples.keys, prompt_ids=samples.ids, rows=rows)
+    prompts = samples.ids if rollouts.prompt_segments is None else rollouts.prompt_ids
+    return replace(rollouts, keys=samples.keys, prompt_ids=prompts, rows=rows)
 
 
 def open_journal(run: Path, experiment: Mapping[str, Any]) -> None:

@@ -40,7 +40,7 @@ class TransformersEngine(TunableEngine, ProfiledEngine):
     def __init__(self, spec: EngineSpec) -> None:
         import torch
 
-        self._spec = spec
+        self._spec, self.seed = spec, spec.seed
         self._model = load_model(spec, dtype=getattr(torch, spec.model.dtype))
         add_adapters(self._model, spec)
         self.tokenizer = load_tokenizer(spec.model_name, spec.model)

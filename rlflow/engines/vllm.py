@@ -54,7 +54,7 @@ class VllmEngine(SessionEngine):
 
     def __init__(self, spec: EngineSpec) -> None:
         """Start vLLM. Raises RecipeError for a model that it cannot run here, EngineError if it does not start."""
-        self._spec = spec
+        self._spec, self.seed = spec, spec.seed
         self._weights_asleep = False
         self._num_adapter_syncs = 0
         self.journal = Journal(spec.journal, spec.role)

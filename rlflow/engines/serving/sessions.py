@@ -55,6 +55,8 @@ class SessionEngine(ABC):
 
     journal: Journal = Journal(None, "")
     """The journal of the run; engines without one record nothing."""
+    seed: int = 0
+    """The seed of the run."""
     _session: "_Session | None" = None
     _conversing: "tuple[tuple[Turns, SessionEngine], ...]" = ()
     """The engines of conversations over this one."""
