@@ -84,7 +84,7 @@ class AgentHost:
         self._pool.check()
 
     def replace_endpoint(self) -> None:
-        """Start another endpoint, and other workers, in the place of those that call the dead one. Raises EngineError."""
+        """Start another endpoint, and other workers in the place of those that call the dead one. Raises EngineError."""
         self._endpoint = self._start_endpoint()
         self._pool.restart()
 

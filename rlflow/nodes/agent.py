@@ -18,7 +18,7 @@ class AgentEpisodes(AgentOptions, Generate, kind="agent", unit="sample"):
     """Let programs call the model, in ``group_size`` episodes about each prompt.
 
     An episode is one response. The program decides what the model reads, and only what the model sampled is trained on.
-    Where a call does not continue an earlier one, it begins another *segment* of the response. An episode is cut when it
+    A call that does not continue an earlier one begins another *segment* of the response. An episode is cut when it
     asks for more than ``max_calls``, or for a prompt without room in ``max_tokens``.
     """
 
