@@ -4,20 +4,16 @@ import threading
 import time
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import replace
-from functools import partial as bind
 from typing import Any
 from weakref import ref
 
-import numpy as np
-
 from rlflow.agents.base import Outcome
-from rlflow.agents.call_generator import CallGenerator
 from rlflow.agents.episode import Episode
+from rlflow.agents.episode_calls import EndedCall, EpisodeCalls
 from rlflow.agents.host import AgentHost, EndpointDied, WorkerDied
-from rlflow.agents.messages import Call, CancelCall, Count, EpisodeEnded, Refusal, Reply
+from rlflow.agents.messages import Call, CancelCall, Count, EpisodeEnded
 from rlflow.agents.options import AgentOptions
-from rlflow.agents.record import CallName, EpisodeRecord, RecordedCall
+from rlflow.agents.record import EpisodeRecord
 from rlflow.agents.trajectories import Rollout, build_trajectories
 from rlflow.batch import Conversations, Packed, Prompts
 from rlflow.engines.base import Sampling, sample_seed
@@ -44,13 +40,19 @@ class AgentEngine(SessionEngine):
     def __init__(self, engine: SessionEngine, options: AgentOptions) -> None:
         """Start the endpoint; ``engine`` has a ``tokenizer``. Raises RecipeError and EngineError."""
         self._engine, self._options = engine, options
-        self._calls = CallGenerator(engine)
+        self._episodes: dict[str, Episode] = {}
+        """The episodes by the names of their attempts."""
+        self._interrupted: dict[bytes, Episode] = {}
+        """Those of them that are interrupted, by their keys."""
+        self._calls = EpisodeCalls(
+            engine, options, self._episodes, lambda answers: self._host.answer(answers), self._receive_call_end
+        )
         handlers = (
             self._begin,
             self._count,
-            self._take_calls,
-            self._end_calls,
-            self._cancel_calls,
+            self._calls.take,
+            self._calls.end,
+            self._calls.cancel,
             self._end_episodes,
             self._lose_workers,
             self._replace_endpoint,
@@ -58,11 +60,6 @@ class AgentEngine(SessionEngine):
             self._check_limits,
         )
         self._events = EventThread("agents", handlers, self._call)
-        self._episodes: dict[str, Episode] = {}
-        """The live and parked episodes by the names of their attempts."""
-        self._parked: dict[bytes, Episode] = {}
-        """Those that are parked, by their keys."""
-        self._tokens_each = 0.0
         self._host = AgentHost(options, engine.tokenizer, self._receive)  # type: ignore[attr-defined]
         threading.Thread(target=_tick, args=(ref(self),), name="agents' clock", daemon=True).start()
 
@@ -74,7 +71,7 @@ class AgentEngine(SessionEngine):
     @property
     def decode_steps(self) -> int:
         """Return the mean number of tokens so far of an episode that was there all the time."""
-        return int(self._tokens_each)
+        return int(self._calls.tokens_each)
 
     @property
     def progress(self) -> int:
@@ -105,8 +102,8 @@ class AgentEngine(SessionEngine):
         """Post what the processes of this host say; other threads call it."""
         handlers: dict[type[Any], Handler] = {
             Count: self._count,
-            Call: self._take_calls,
-            CancelCall: self._cancel_calls,
+            Call: self._calls.take,
+            CancelCall: self._calls.cancel,
             EpisodeEnded: self._end_episodes,
             WorkerDied: self._lose_workers,
             EndpointDied: self._replace_endpoint,
@@ -125,23 +122,23 @@ class AgentEngine(SessionEngine):
             for episode in list(self._episodes.values()):
                 self._fail(episode, error)
 
-    def _receive_call_end(self, episode: Episode, name: CallName, future: "Future[Any]") -> None:
-        self._events.post(self._end_calls, [(episode, name, future)])
+    def _receive_call_end(self, ended: EndedCall) -> None:
+        self._events.post(self._calls.end, [ended])
 
     def _begin(self, episodes: list[Episode]) -> None:
-        """Start episodes, or go on with those that are parked here."""
+        """Start episodes, or resume those that are interrupted here."""
         for episode in episodes:
-            parked = self._parked.pop(episode.key.tobytes(), None)
-            if parked is None:
+            before = self._interrupted.pop(episode.key.tobytes(), None)
+            if before is None:
                 self._start(episode)
-            elif parked.parked != episode.record.to_bytes():  # it was at another engine since then
-                self._drop(parked)
+            elif before.interrupted != episode.record.to_bytes():  # it was at another engine since then
+                self._drop(before)
                 self._start(episode)
             else:
-                parked.future, parked.sampling, parked.parked = episode.future, episode.sampling, None
-                parked.idle_since = time.monotonic()
-                self._generate([(parked, name) for name in parked.waiting])
-                self._end_episodes([parked.end] if parked.end else [])
+                before.future, before.sampling, before.interrupted = episode.future, episode.sampling, None
+                before.idle_since = time.monotonic()
+                self._calls.generate([(before, name) for name in before.waiting])
+                self._end_episodes([before.end] if before.end else [])
 
     def _start(self, episode: Episode) -> None:
         """Start an attempt of an episode with a fresh environment."""
@@ -154,86 +151,6 @@ class AgentEngine(SessionEngine):
         for count in counts:
             if (episode := self._episodes.get(count.episode)) is not None:
                 episode.measures[count.name] += int(count.value)
-
-    def _take_calls(self, calls: list[Call]) -> None:
-        """Answer calls from the record, or generate what they ask for."""
-        new: list[tuple[Episode, CallName]] = []
-        answers: list[Reply | Refusal] = []
-        for call in calls:
-            episode = self._episodes.get(call.episode)
-            if episode is None:
-                answers.append(Refusal(call.number, "ended", "the episode has ended"))
-                continue
-            record, ids = episode.record, np.frombuffer(call.prompt_ids, np.int32)
-            name = record.name_of(call.prompt_ids, call.max_tokens, call.is_repeated)
-            if name not in record.used and (refusal := self._refusal(call.number, len(record.used), len(ids))):
-                answers.append(refusal)
-                continue
-            record.used[name] = None
-            recorded = record.calls.get(name, RecordedCall())
-            limit = min(call.max_tokens, self._options.turn_tokens, self._options.max_tokens - len(ids))
-            record.calls[name] = replace(recorded, prompt_ids=ids, limit=limit)
-            episode.numbers[call.number] = name
-            if recorded.result.is_done:
-                episode.measures["recorded_calls"] += 1
-                episode.idle_since = time.monotonic()
-                answers.append(_reply(call.number, recorded))
-                continue
-            episode.waiting.setdefault(name, []).append(call.number)
-            if name not in episode.generating and episode.is_live:
-                new.append((episode, name))
-        self._host.answer(answers)
-        self._generate(list(dict.fromkeys(new)))
-
-    def _refusal(self, number: int, num_calls: int, num_tokens: int) -> Refusal | None:
-        if num_calls >= self._options.max_calls:
-            return Refusal(number, "calls", f"the episode has made its {num_calls} calls (max_calls)")
-        if num_tokens >= self._options.max_tokens:
-            fact = f"a prompt of {num_tokens} tokens leaves no room in {self._options.max_tokens} (max_tokens)"
-            return Refusal(number, "context", fact)
-        return None
-
-    def _generate(self, calls: Sequence[tuple[Episode, CallName]]) -> None:
-        requests = [episode.request(name) for episode, name in calls]
-        futures = self._calls.submit(requests)
-        for (episode, name), request, future in zip(calls, requests, futures, strict=True):
-            episode.generating[name] = request, future
-            future.add_done_callback(bind(self._receive_call_end, episode, name))
-
-    def _end_calls(self, ended: "list[tuple[Episode, CallName, Future[Any]]]") -> None:
-        """Record what is generated, and answer those who wait for it."""
-        new = [
-            (episode, name, episode.generating.pop(name)[0], future)
-            for episode, name, future in ended
-            if episode.generating.get(name, (None, None))[1] is future
-        ]
-        results = self._calls.results([request for _, _, request, _ in new], [future for *_, future in new])
-        answers = []
-        for (episode, name, request, _), result in zip(new, results, strict=True):
-            recorded = episode.record.calls[name] = replace(episode.record.calls[name], result=result)
-            self._count_tokens(len(result.reply.ids) - len(request.partial.ids))
-            if result.is_done:
-                episode.idle_since = time.monotonic()
-                answers += [_reply(number, recorded) for number in episode.waiting.pop(name, ())]
-        self._host.answer(answers)
-
-    def _cancel_calls(self, cancelled: list[CancelCall]) -> None:
-        """Stop generating what nobody waits for. What there is of it stays, in case that the client asks again."""
-        numbers = {call.number for call in cancelled}
-        for episode in self._episodes.values():
-            for number in numbers & episode.numbers.keys():
-                name = episode.numbers[number]
-                waiting = episode.waiting.get(name, [])
-                if number in waiting:
-                    waiting.remove(number)
-                if not waiting:
-                    episode.waiting.pop(name, None)
-                    self._stop_generating([(episode, name)] if name in episode.generating else [])
-
-    def _stop_generating(self, calls: Sequence[tuple[Episode, CallName]]) -> None:
-        futures = [episode.generating[name][1] for episode, name in calls]
-        self._engine.abort([future for future in futures if not future.done()])
-        self._end_calls([(*call, future) for call, future in zip(calls, futures, strict=True)])
 
     def _end_episodes(self, ended: list[EpisodeEnded]) -> None:
         """Complete episodes that agents have ended."""
@@ -252,7 +169,7 @@ class AgentEngine(SessionEngine):
                 self._complete(episode, message.outcome)
 
     def _complete(self, episode: Episode, outcome: Outcome | None, reason: str = "") -> None:
-        self._stop_generating([(episode, name) for name in list(episode.generating)])
+        self._calls.stop([(episode, name) for name in list(episode.generating)])
         self._leave(episode)
         calls = {name: call for name, call in episode.record.calls.items() if name in episode.record.used}
         rewards = {name: 0.0 for name, call in calls.items() if call.result.is_done}
@@ -289,8 +206,8 @@ class AgentEngine(SessionEngine):
             self._host.stop(episode.name, episode.worker)
 
     def _drop(self, episode: Episode) -> None:
-        """End a parked episode, which another engine may have taken over."""
-        self._parked.pop(episode.key.tobytes(), None)
+        """End an interrupted episode, which another engine may have taken over."""
+        self._interrupted.pop(episode.key.tobytes(), None)
         self._leave(episode)
 
     def _fail(self, episode: Episode, error: BaseException) -> None:
@@ -302,15 +219,15 @@ class AgentEngine(SessionEngine):
         """Interrupt episodes where they are."""
         chosen = set(futures)
         episodes = [episode for episode in self._episodes.values() if episode.is_live and episode.future in chosen]
-        self._stop_generating([(episode, name) for episode in episodes for name in list(episode.generating)])
+        self._calls.stop([(episode, name) for episode in episodes for name in list(episode.generating)])
         for episode in episodes:
             record = episode.record.copy()
-            episode.parked, episode.idle_since = record.to_bytes(), time.monotonic()
-            self._parked[episode.key.tobytes()] = episode
+            episode.interrupted, episode.idle_since = record.to_bytes(), time.monotonic()
+            self._interrupted[episode.key.tobytes()] = episode
             episode.future.set_result(Rollout(record))
 
     def _check_limits(self, _: list[None]) -> None:
-        """End attempts whose agents take too long, and parked episodes that nobody goes on with."""
+        """End attempts whose agents take too long, and interrupted episodes that nobody resumes."""
         self._host.check()
         limit_s = self._options.timeout_s
         late = time.monotonic() - limit_s
@@ -343,14 +260,6 @@ class AgentEngine(SessionEngine):
                 self._start(episode)
             else:
                 self._drop(episode)
-
-    def _count_tokens(self, number: int) -> None:
-        self._tokens_each += number / max(1, len(self._episodes))
-
-
-def _reply(number: int, call: RecordedCall) -> Reply:
-    result = call.result
-    return Reply(number, result.reply.ids.tobytes(), result.reply.logprobs.tobytes(), result.finished)
 
 
 def _tick(engine: "ref[AgentEngine]") -> None:

@@ -25,13 +25,13 @@ class CallRequest:
     """[3]: the key that its random numbers follow from."""
     prompt_ids: NDArray[np.int32]
     partial: PartialResponse
-    """What is generated already."""
+    """The tokens that are generated already."""
     sampling: Sampling
 
 
 @dataclass(frozen=True)
 class CallResult:
-    """What an engine has generated for a call."""
+    """The reply to a call, done or not."""
 
     reply: PartialResponse
     finished: bool
@@ -86,7 +86,7 @@ class CallGenerator:
         return [results[row] for row in range(len(requests))]
 
     def _journal_of(self, prompts: Prompts) -> RecordedResponses:
-        """Return what the journal had before this process's first calls of the step with these weights."""
+        """Return the calls that the journal had before this process's first calls of the step with these weights."""
         name = (int(prompts.keys[0, 0]), self._engine.journal.version)
         if self._recorded is None or self._recorded[0] != name:
             self._recorded = name, self._engine.journal.recorded(prompts.keys)

@@ -12,14 +12,14 @@ from rlflow.agents.call_generator import CallRequest
 from rlflow.agents.messages import EpisodeEnded
 from rlflow.agents.record import CallName, EpisodeRecord, call_key
 from rlflow.agents.trajectories import Rollout
-from rlflow.agents.worker_pool import Worker
+from rlflow.agents.worker_pool import AgentWorker
 from rlflow.engines.base import Sampling
 from rlflow.rewards.base import Row
 
 
 @dataclass(eq=False)
 class Episode:
-    """An episode that an engine holds, live or parked."""
+    """An episode that an engine holds."""
 
     key: NDArray[np.int64]
     prompt_ids: NDArray[np.int32]
@@ -29,25 +29,25 @@ class Episode:
     future: "Future[Rollout]" = field(default_factory=Future)
     name: str = ""
     """The name of this attempt."""
-    worker: Worker | None = None
+    worker: AgentWorker | None = None
     num_failures: int = 0
-    parked: bytes | None = None
-    """The record at the moment of an interruption. The agent goes on meanwhile, as far as it can without the model."""
+    interrupted: bytes | None = None
+    """The record at the moment of an interruption. The agent continues as far as it can without the model."""
     numbers: dict[int, CallName] = field(default_factory=dict)
     """The calls of this attempt by the numbers of the endpoint."""
     waiting: dict[CallName, list[int]] = field(default_factory=dict)
     """The numbers that wait for calls which are not done."""
     generating: "dict[CallName, tuple[CallRequest, Future[Any]]]" = field(default_factory=dict)
     end: EpisodeEnded | None = None
-    """What the agent said while the episode was parked."""
+    """The outcome, if the agent ended the episode while it was interrupted."""
     idle_since: float = 0.0
     """The time of its start, the last answer, or its interruption."""
     measures: Counter[str] = field(default_factory=Counter)
 
     @property
     def is_live(self) -> bool:
-        """Return False for a parked episode."""
-        return self.parked is None
+        """Return False for an interrupted episode."""
+        return self.interrupted is None
 
     def request(self, name: CallName) -> CallRequest:
         """Return what the engine has to generate for a call."""
@@ -56,7 +56,7 @@ class Episode:
         sampling = replace(self.sampling, max_tokens=call.limit, turns=None, group_size=1)
         return CallRequest(call_key(self.key, name), call.prompt_ids, call.result.reply, sampling)
 
-    def begin_attempt(self, name: str, worker: Worker, now: float) -> None:
+    def begin_attempt(self, name: str, worker: AgentWorker, now: float) -> None:
         """Take note of an attempt with a fresh environment."""
         self.name, self.worker, self.idle_since = name, worker, now
         self.numbers, self.waiting, self.end = {}, {}, None

@@ -11,7 +11,7 @@ from rlflow.agents.endpoint.process import Endpoint
 from rlflow.agents.messages import CloseEpisode, EpisodeEnded, OpenEpisode, Refusal, Reply, StartEpisode
 from rlflow.agents.options import AgentOptions
 from rlflow.agents.worker import AgentSpec
-from rlflow.agents.worker_pool import Worker, WorkerPool
+from rlflow.agents.worker_pool import AgentWorker, WorkerPool
 from rlflow.errors import EngineError
 from rlflow.rewards.base import Row
 from rlflow.system.processes import num_own_cpus
@@ -24,9 +24,9 @@ _MAX_ENDPOINTS = 20
 class WorkerDied:
     """A worker process has ended."""
 
-    worker: Worker
+    worker: AgentWorker
     end: str
-    """How it ended."""
+    """The way in which it ended."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class AgentHost:
         spec = AgentSpec(options.environment, options.options)
         self._pool = WorkerPool(spec, options.processes or num_own_cpus(), receive, self._receive_death)
 
-    def start(self, prefix: str, row: Row, seed: int) -> tuple[str, Worker]:
+    def start(self, prefix: str, row: Row, seed: int) -> tuple[str, AgentWorker]:
         """Start an episode; return a name of its own with this prefix, and its worker. Raises EngineError."""
         name, token = f"{prefix}-{token_hex(6)}", token_hex(32)
         worker = self._pool.next_worker(lambda: ModelService(self._endpoint.url, token_hex(32), self._model))
@@ -63,7 +63,7 @@ class AgentHost:
         worker.start(StartEpisode(name, token, row, seed))
         return name, worker
 
-    def stop(self, name: str, worker: Worker) -> None:
+    def stop(self, name: str, worker: AgentWorker) -> None:
         """Close an episode: the endpoint refuses its calls, and its worker cancels it unless it has ended."""
         self._endpoint.send([CloseEpisode(name)])
         if name in worker.episodes:
@@ -84,7 +84,7 @@ class AgentHost:
         self._pool.check()
 
     def replace_endpoint(self) -> None:
-        """Start another endpoint, and other workers in the place of those that call the dead one. Raises EngineError."""
+        """Start another endpoint, and other workers for those that call the dead one. Raises EngineError."""
         self._endpoint = self._start_endpoint()
         self._pool.restart()
 
@@ -95,5 +95,5 @@ class AgentHost:
         number, receive = self.num_endpoints, self._receive
         return Endpoint(self._model, receive, lambda reason: receive([EndpointDied(number)]))
 
-    def _receive_death(self, worker: Worker, end: str) -> None:
+    def _receive_death(self, worker: AgentWorker, end: str) -> None:
         self._receive([WorkerDied(worker, end)])

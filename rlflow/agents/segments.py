@@ -1,4 +1,4 @@
-"""From the calls of an episode to segments, which a model reads as sequences of their own.
+"""Segments of an episode, which a model reads as sequences of their own, from its calls.
 
 Whatever the order in which calls arrived: a call continues the longest sequence (a prompt with its reply) that its own
 prompt begins with. Where several continue the same one, the smallest digest does so in the same segment, and the others

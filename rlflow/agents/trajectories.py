@@ -21,13 +21,13 @@ Ids = NDArray[np.int32]
 
 @dataclass(frozen=True)
 class Rollout:
-    """What an episode has come to: the response of a sample."""
+    """An episode so far: the response of a sample."""
 
     record: EpisodeRecord
     outcome: Outcome | None = None
     """None for an episode that is interrupted or has failed."""
     reason: str = ""
-    """Why it failed for good; empty if it did not."""
+    """The reason why it failed for good; empty if it did not."""
     call_rewards: Sequence[float] = ()
     """A reward for each call that is done, without that of the end."""
     measures: dict[str, float] = field(default_factory=dict)

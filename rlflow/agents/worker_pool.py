@@ -21,7 +21,7 @@ from rlflow.rewards.workers import ForkServer
 _PATIENCE_S = 10.0
 
 
-class Worker:
+class AgentWorker:
     """A worker process, whose messages a thread of this process reads."""
 
     def __init__(self, fork_server: ForkServer, service: ModelService, receive: "Receive", died: "Died") -> None:
@@ -84,7 +84,7 @@ class Worker:
 
 
 Receive = Callable[[list[EpisodeEnded]], None]
-Died = Callable[[Worker, str], None]
+Died = Callable[[AgentWorker, str], None]
 
 
 class WorkerPool:
@@ -98,9 +98,9 @@ class WorkerPool:
         spec.load(spec.environment)
         self._fork_server = ForkServer({spec.environment: spec})
         self._receive, self._died = receive, died
-        self._workers: list[Worker | None] = [None] * num_workers
+        self._workers: list[AgentWorker | None] = [None] * num_workers
 
-    def next_worker(self, service: Callable[[], ModelService]) -> Worker:
+    def next_worker(self, service: Callable[[], ModelService]) -> AgentWorker:
         """Return the worker with the fewest episodes. Raises EngineError.
 
         ``service`` returns a service with a new key, for a worker that starts.
@@ -109,7 +109,7 @@ class WorkerPool:
         number = loads.index(min(loads))
         worker = self._workers[number]
         if worker is None or worker.has_died:
-            worker = self._workers[number] = Worker(self._fork_server, service(), self._receive, self._died)
+            worker = self._workers[number] = AgentWorker(self._fork_server, service(), self._receive, self._died)
         return worker
 
     def forget(self, episode: str) -> None:
