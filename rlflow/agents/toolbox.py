@@ -5,6 +5,7 @@ import inspect
 import json
 import os
 import threading
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
@@ -12,10 +13,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from pydantic import PydanticUserError, TypeAdapter
+from pydantic import PydanticUserError, TypeAdapter, ValidationError
 from pydantic.json_schema import GenerateJsonSchema
 
-from rlflow.errors import RecipeError
+from rlflow.agents.base import ChatReply, Message
+from rlflow.errors import RecipeError, first_line
 from rlflow.plugins import load_object
 from rlflow.schema import Section, Text
 
@@ -49,6 +51,71 @@ class Tool:
         """Return the tool in OpenAI's form."""
         function = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": function}
+
+
+@dataclass(frozen=True)
+class Toolbox:
+    """The tools of some chats, with the time limit of a call."""
+
+    tools: Mapping[str, Tool]
+    timeout_s: float
+
+    @property
+    def schemas(self) -> list[Mapping[str, Any]]:
+        """Return the tools in OpenAI's form."""
+        return [tool.schema for tool in self.tools.values()]
+
+    async def chat(
+        self, ask: Callable[[list[Message]], Awaitable[ChatReply]], messages: list[Message], metrics: dict[str, float]
+    ) -> ChatReply:
+        """Ask the model, and answer its calls, until a reply calls no tool. Return that, and count in ``metrics``."""
+        while True:
+            reply = await ask(messages)
+            messages.append(reply.message)
+            if not (calls := reply.message.get("tool_calls")):
+                return reply
+            messages += [await self._answer(call, metrics) for call in calls]
+
+    async def _answer(self, call: Mapping[str, Any], metrics: dict[str, float]) -> Message:
+        """Call a tool, and return the message with its result or with what went wrong."""
+        start = time.monotonic()
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                content = await self._result(call["function"])
+        except ServerLostError:
+            raise
+        except Exception as error:  # a tool may raise anything, and the model reads it
+            metrics["tool_errors"] += 1
+            content = f"Error: {self._describe(error)}"
+        metrics["tool_calls"] += 1
+        metrics["tool_s"] += time.monotonic() - start
+        return {"role": "tool", "tool_call_id": call["id"], "content": content}
+
+    async def _result(self, function: Mapping[str, Any]) -> str:
+        tool = self.tools.get(function["name"])
+        if tool is None:
+            raise ToolError(f"no tool '{function['name']}'. There are: {', '.join(self.tools)}")
+        try:
+            arguments = json.loads(function["arguments"] or "{}")
+        except ValueError as error:
+            raise ToolError(f"the arguments are no JSON ({error})") from None
+        if not isinstance(arguments, dict):
+            raise ToolError("the arguments are not a JSON object")
+        return await tool.call(arguments)
+
+    def _describe(self, error: Exception) -> str:
+        if isinstance(error, ToolError):
+            return str(error)
+        if isinstance(error, TimeoutError):
+            return f"the tool took longer than {self.timeout_s:g} s"
+        if isinstance(error, ValidationError):
+            return "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+        return first_line(error)
+
+
+def no_calls() -> dict[str, float]:
+    """Return the metrics of a chat that has called no tool yet."""
+    return {"tool_calls": 0.0, "tool_errors": 0.0, "tool_s": 0.0}
 
 
 class ToolError(Exception):
@@ -102,8 +169,11 @@ async def _in_thread(function: Callable[[], Any]) -> Any:
     return await asyncio.wrap_future(future)
 
 
-async def server_tools(server: ToolServer, connections: AsyncExitStack) -> list[Tool]:
-    """Connect to a server until ``connections`` are closed, by the same asyncio task, and return its tools."""
+async def server_tools(server: ToolServer, connections: AsyncExitStack, prefix: str = "") -> list[Tool]:
+    """Connect to a server until ``connections`` are closed, by the same asyncio task, and return its tools.
+
+    ``prefix`` begins the names that the model sees.
+    """
     from mcp import Client
     from mcp.client.stdio import StdioServerParameters, stdio_client
 
@@ -118,7 +188,12 @@ async def server_tools(server: ToolServer, connections: AsyncExitStack) -> list[
     while True:
         page = await client.list_tools(cursor=cursor)
         tools += [
-            Tool(tool.name, tool.description or "", tool.input_schema, partial(_call_server, client, tool.name))
+            Tool(
+                f"{prefix}{tool.name}",
+                tool.description or "",
+                tool.input_schema,
+                partial(_call_server, client, tool.name),
+            )
             for tool in page.tools
         ]
         if (cursor := page.next_cursor) is None:

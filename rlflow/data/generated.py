@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from rlflow.agents.sources import textarena
+from rlflow.agents.sources import textarena, verifiers
 from rlflow.data import reasoning_gym
 
 Row = dict[str, Any]
@@ -16,6 +16,7 @@ _TEST_SHARE = 26
 _LIBRARIES: Mapping[str, Callable[[str], Callable[..., list[Row]]]] = {
     "reasoning_gym": reasoning_gym.task_rows,
     "textarena": textarena.game_rows,
+    "verifiers": verifiers.task_rows,
 }
 
 

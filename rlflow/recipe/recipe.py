@@ -103,7 +103,7 @@ class Data(Section):
 
     source: Text
     """A JSON, JSONL, CSV or Parquet file, a folder of them, a data set on the hub, or ``package.module:function``.
-    ``reasoning_gym:TASK`` and ``textarena:GAME`` generate the rows."""
+    ``reasoning_gym:TASK``, ``textarena:GAME`` and ``verifiers:TASKSET`` generate rows."""
     name: str | None = None
     """The configuration of a data set on the hub."""
     split: Text = "train"

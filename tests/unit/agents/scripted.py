@@ -40,6 +40,7 @@ class ScriptedClient:
         self.prompts: list[list[Message]] = []
         self.tools: Sequence[Mapping[str, Any]] = ()
         self.rewards: list[float] = []
+        self.names: list[str] = []
 
     async def chat(
         self,
@@ -72,7 +73,8 @@ class ScriptedClient:
         self.rewards.append(reward)
 
     async def set_name(self, name: str) -> None:
-        """Ignore the name."""
+        """Keep the name."""
+        self.names.append(name)
 
 
 def calls(*named: tuple[str, Any]) -> Mapping[str, Any]:
