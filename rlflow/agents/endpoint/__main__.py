@@ -1,0 +1,62 @@
+"""The endpoint process, ``python -m rlflow.agents.endpoint FD``: FD is a socket to its engine's process.
+
+The first frame from the engine has the model. The endpoint answers with its port, or with the reason why it cannot
+start. It ends when the engine's process does.
+"""
+
+import asyncio
+import logging
+import pickle
+import resource
+import socket
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from rlflow.agents.endpoint.episodes import Episodes
+from rlflow.agents.endpoint.link import EngineLink
+from rlflow.agents.endpoint.server import Server
+from rlflow.agents.endpoint.service import Service
+from rlflow.agents.messages import LENGTH, OpenEpisode, pack
+from rlflow.errors import EngineError
+
+# Bytes that requests and templates may allocate on top of what the process has when it starts.
+_MEMORY_LIMIT = 2 * 2**30
+
+
+async def serve(end: socket.socket) -> None:
+    """Serve requests until the engine's process closes the socket."""
+    reader, writer = await asyncio.open_connection(sock=end)
+    (model,) = pickle.loads(await reader.readexactly(LENGTH.unpack(await reader.readexactly(LENGTH.size))[0]))
+    link, episodes = EngineLink(writer), Episodes()
+    try:
+        service = Service(model, link)
+    except EngineError as error:
+        writer.write(pack([str(error)]))
+        await writer.drain()
+        return
+    # The columns of statm are pages: total, resident, shared, code, unused, data.
+    data = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_DATA, (data + _MEMORY_LIMIT, data + _MEMORY_LIMIT))
+    runner = web.AppRunner(Server(service, episodes).app, access_log=None, handler_cancellation=True)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    writer.write(pack([runner.addresses[0][1]]))
+
+    def receive(message: Any) -> None:
+        if isinstance(message, OpenEpisode):
+            episodes.open(message)
+        else:
+            episodes.close(message.episode)
+            link.end_calls(message.episode)
+
+    await link.read(reader, receive)
+
+
+if __name__ == "__main__":
+    logging.disable()  # aiohttp and renderers would log what clients send
+    with suppress(asyncio.IncompleteReadError, ConnectionError):
+        asyncio.run(serve(socket.socket(fileno=int(sys.argv[1]))))

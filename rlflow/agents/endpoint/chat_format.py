@@ -1,0 +1,256 @@
+"""Messages as tokens, and replies as messages, in the form of a model's chat template.
+
+Tokens of earlier calls stay as they are. A *bridge* adds only what a new call says after the last reply: that of the
+library ``renderers`` for families of models that it knows by their template, and else one that renders a marker in the
+place of the reply, and takes the text after it.
+"""
+
+import os
+import re
+import secrets
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from rlflow.agents.base import ModelSpec
+from rlflow.agents.endpoint.errors import ApiError
+from rlflow.agents.endpoint.transcript import Message, Turn, to_ids
+from rlflow.errors import EngineError, first_line
+
+_RENDER_S = 10.0  # CPU time to render a chat: a template comes with a model, and a model from anyone
+_MARKER, _THOUGHTS = secrets.token_hex(12), secrets.token_hex(12)
+_PROBE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Look something up.",
+        "parameters": {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]},
+    },
+}
+# A family of models is known by the tokens of these chats.
+_PROBES: tuple[tuple[list[Message], list[Any] | None], ...] = (
+    ([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello?"}], None),
+    ([{"role": "user", "content": "Hello?"}], [_PROBE_TOOL]),
+)
+
+
+@dataclass(frozen=True)
+class ParsedReply:
+    """A reply of the model, read."""
+
+    content: str
+    thoughts: str | None
+    tool_calls: Sequence[tuple[str | None, str, Mapping[str, Any]]]
+    """The id of each call if the model wrote one, its name and its arguments."""
+
+
+class ChatFormat:
+    """The tokenizer of a model with its chat template."""
+
+    def __init__(self, model: ModelSpec) -> None:
+        """Load the tokenizer. Raises EngineError."""
+        from renderers import DefaultRendererConfig, create_renderer
+
+        self._options = dict(model.template_options)
+        self._tokenizer = _load_tokenizer(model.tokenizer)
+        self.num_tokens = len(self._tokenizer)
+        self._plain = _PlainTokenizer(self._tokenizer)
+        self._family = self._find_family() if self._tokenizer.chat_template else None
+        has_tools = "<tool_call>" in self._tokenizer.get_vocab()
+        default = DefaultRendererConfig(tool_parser="qwen3" if has_tools else None)
+        self._parser = self._family or create_renderer(self._plain, default)
+        self._end_ids = set(self._parser.get_stop_token_ids())
+
+    def encode(self, text: str, *, is_start: bool = True) -> list[int]:
+        """Return the tokens of a text. Raises ApiError if the tokenizer refuses it."""
+        try:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=is_start)
+        except Exception as error:  # tokenizers have no base class for their errors
+            raise ApiError(f"the model's tokenizer refuses the text ({first_line(error)})") from None
+        return ids
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
+        """Return the text of tokens."""
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=skip_special)
+        return text
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Any]) -> list[int]:
+        """Return the tokens of a whole chat, up to where the model replies. Raises ApiError."""
+        with _rendering():
+            messages, tools = self._plain.protect(messages), self._plain.protect(tools)
+            if self._family:
+                ids: list[int] = self._family.render_ids(messages, tools=tools or None, add_generation_prompt=True)
+                return ids
+            return self._plain.encode(self._render_text(messages, tools))
+
+    def bridge(
+        self, turn: Turn, prompt_ids: list[int], messages: Sequence[Message], place: int, tools: Sequence[Any]
+    ) -> list[int] | None:
+        """Return the tokens that a chat adds to those of ``turn``, whose reply is the message at ``place``.
+
+        They are None where the template rewrites what came before.
+        """
+        with _rendering():
+            messages, tools = self._plain.protect(messages), self._plain.protect(tools)
+            if self._family:
+                reply_ids, new = to_ids(turn.reply), messages[place + 1 :]
+                bridged = self._family.bridge_to_next_turn(prompt_ids, reply_ids, new, tools=tools or None)
+                length = len(prompt_ids) + len(reply_ids)
+                if bridged is not None and bridged.token_ids[:length] == prompt_ids + reply_ids:
+                    ids: list[int] = bridged.token_ids[length:]
+                    return ids
+            text = self._text_after(turn, messages, place, tools)
+            ids = self._plain.encode(text or "")
+            # The template ends a reply, as the model did unless it was cut.
+            is_ended = turn.finished and ids and to_ids(turn.reply)[-1:] == ids[:1]
+            return (ids[1:] if is_ended else ids) or None
+
+    def parse(self, prompt_ids: list[int], ids: list[int], tools: Sequence[Any]) -> ParsedReply:
+        """Return the content of a reply. Without tools, or where no call can be read, a call is text."""
+        from renderers import ToolCallParseStatus as Status
+
+        with suppress(Exception):  # a random model writes whatever no parser expects
+            parsed = self._parser.parse_response(ids, prompt_ids=prompt_ids, tools=list(tools) or None)
+            readable = (Status.OK, Status.INVALID_JSON, Status.UNKNOWN_TOOL)
+            calls = [
+                (call.id, call.name, call.arguments)
+                for call in parsed.tool_calls
+                if call.status in readable and call.name and isinstance(call.arguments, dict)
+            ]
+            if not parsed.tool_calls or (calls and tools):
+                return ParsedReply(parsed.content, parsed.reasoning_content, calls)
+        ends = len(ids) - 1 if ids[-1:] and ids[-1] in self._end_ids else len(ids)
+        return ParsedReply(self.decode(ids[:ends]), None, ())
+
+    def _text_after(self, turn: Turn, messages: Sequence[Message], place: int, tools: Sequence[Any]) -> str | None:
+        """Return the text of a chat after a reply; None where the template changes the text before it."""
+        reply = {"role": "assistant", "content": _MARKER}
+        if turn.has_thoughts:
+            reply["reasoning_content"] = _THOUGHTS
+        text = self._render_text([*messages[:place], reply, *messages[place + 1 :]], tools)
+        before, _, after = text.partition(_MARKER)
+        head, thoughts, _ = before.partition(_THOUGHTS)
+        earlier = self._render_text(messages[:place], tools)
+        if not (earlier.startswith(head) or head.startswith(earlier)):
+            return None
+        if thoughts or not turn.has_thoughts:
+            return after
+        # The template may not know thoughts, or drop them when a user says something new.
+        return None if _THOUGHTS in self._render_text([*messages[:place], reply], tools, is_open=False) else after
+
+    def _render_text(self, messages: Sequence[Message], tools: Sequence[Any], *, is_open: bool = True) -> str:
+        if not self._tokenizer.chat_template:
+            raise ApiError("the model's tokenizer has no chat template")
+        options = {**self._options, "tools": list(tools) or None, "add_generation_prompt": is_open, "tokenize": False}
+        text: str = self._tokenizer.apply_chat_template(list(messages), **options)
+        return text
+
+    def _find_family(self) -> Any:
+        """Return the renderer that gives the same tokens as the template, or None."""
+        from renderers import base, config_from_name, create_renderer
+
+        with suppress(Exception), _rendering():
+            texts = [self._render_text(messages, tools or []) for messages, tools in _PROBES]
+            probes = [self._plain.encode(text) for text in texts]
+            default = create_renderer(self._plain, config_from_name("default"))  # this fills the registry
+            for name in base.RENDERER_REGISTRY:
+                with suppress(Exception):  # the tokenizer lacks tokens of this family
+                    config = config_from_name(name)
+                    renderer = create_renderer(self._plain, config, chat_template_kwargs=self._options)
+                    if type(renderer) is not type(default) and probes == [
+                        renderer.render_ids(messages, tools=tools, add_generation_prompt=True)
+                        for messages, tools in _PROBES
+                    ]:
+                        return renderer
+        return None
+
+
+class _PlainTokenizer:
+    """A tokenizer for texts in which markers stand for texts of special tokens that a user or a tool wrote.
+
+    They are encoded as plain text: a tool may repeat what the model told it to.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.name_or_path: str = tokenizer.name_or_path
+        self.unk_token_id, self.eos_token_id = tokenizer.unk_token_id, tokenizer.eos_token_id
+        self.all_special_tokens: list[str] = tokenizer.all_special_tokens
+        self._markers: dict[str, str] = {}
+        self._ids: dict[str, list[int]] = {}
+        specials = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+        for number, text in enumerate(sorted(specials, key=len, reverse=True)):
+            with suppress(Exception):  # a tokenizer of a few characters cannot encode it as text
+                marker = f"{_MARKER}x{number}x"
+                self._ids[marker] = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+                self._markers[text] = marker
+        self._texts = re.compile("|".join(map(re.escape, self._markers)) or r"(?!)")
+        self._pattern = re.compile("(" + "|".join(self._ids) + ")")
+
+    def protect(self, value: Any) -> Any:
+        """Return messages or tools with markers. Those that the model wrote stay."""
+        if isinstance(value, str):
+            return self._texts.sub(lambda match: self._markers[match[0]], value)
+        if isinstance(value, list | tuple):
+            return [self.protect(item) for item in value]
+        if isinstance(value, Mapping) and value.get("role") != "assistant":
+            return {name: self.protect(item) for name, item in value.items()}
+        return value
+
+    def encode(self, text: str, *_: Any, **__: Any) -> list[int]:
+        """Return the tokens of a part of a chat."""
+        if not self._ids or _MARKER not in text:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+            return ids
+        parts = [self._ids.get(part) or self.encode(part) for part in self._pattern.split(text) if part]
+        return [token for part in parts for token in part]
+
+    def decode(self, ids: Any, *arguments: Any, **options: Any) -> str:
+        """Return the text of tokens."""
+        text: str = self._tokenizer.decode(ids, *arguments, **options)
+        return text
+
+    def convert_tokens_to_ids(self, tokens: Any) -> Any:
+        """Return the numbers of tokens."""
+        return self._tokenizer.convert_tokens_to_ids(tokens)
+
+    def apply_chat_template(self, *arguments: Any, **options: Any) -> Any:
+        """Render a chat."""
+        return self._tokenizer.apply_chat_template(*arguments, **options)
+
+
+def _load_tokenizer(folder: str) -> Any:
+    """Return the tokenizer of a folder. Raises EngineError."""
+    try:
+        if os.path.isfile(os.path.join(folder, "tokenizer.json")):
+            from transformers import PreTrainedTokenizerFast  # needs no torch
+
+            return PreTrainedTokenizerFast.from_pretrained(folder)
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as error:
+        raise EngineError(f"the tokenizer in {folder} cannot be loaded: {first_line(error)}") from None
+
+
+@contextmanager
+def _rendering() -> Iterator[None]:
+    """Limit the time of rendering. Raises ApiError whatever a template raises."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise ApiError(f"the chat template takes more than {_RENDER_S:g} s")
+
+    previous = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, _RENDER_S)
+    try:
+        yield
+    except ApiError:
+        raise
+    except Exception as error:  # templates raise errors of many kinds
+        raise ApiError(f"the chat template refuses the messages ({first_line(error)})") from None
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, previous)
