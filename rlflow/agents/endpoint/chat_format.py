@@ -17,7 +17,7 @@ from typing import Any
 
 from rlflow.agents.base import ModelSpec
 from rlflow.agents.endpoint.errors import ApiError
-from rlflow.agents.endpoint.transcript import Message, Turn, to_ids
+from rlflow.agents.endpoint.history import Message, Turn, to_ids
 from rlflow.errors import EngineError, first_line
 
 _RENDER_S = 10.0  # CPU time to render a chat: a template comes with a model, and a model from anyone

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 
 from rlflow.agents.endpoint.errors import ApiError
-from rlflow.agents.endpoint.transcript import Transcript
+from rlflow.agents.endpoint.history import ChatHistory
 from rlflow.agents.messages import OpenEpisode
 
 _MAX_OPEN_CALLS = 256
@@ -14,14 +14,14 @@ _MAX_NAMES = 64
 
 
 @dataclass(eq=False)
-class Episode:
+class EndpointEpisode:
     """An episode that the engine has opened."""
 
     id: str
     key: bytes
     """The digest of its token."""
     worker_key: bytes
-    transcript: Transcript = field(default_factory=Transcript)
+    history: ChatHistory = field(default_factory=ChatHistory)
     idempotency_keys: set[str] = field(default_factory=set)
     names: list[str] = field(default_factory=list)
     num_open_calls: int = 0
@@ -42,14 +42,14 @@ class Episodes:
     """All open episodes. Keys are looked up by their digests, so the time of a look-up tells nothing about them."""
 
     def __init__(self) -> None:
-        self._episodes: dict[str, Episode] = {}
-        self._by_key: dict[bytes, Episode] = {}
-        self._by_name: dict[tuple[bytes, str], Episode] = {}
+        self._episodes: dict[str, EndpointEpisode] = {}
+        self._by_key: dict[bytes, EndpointEpisode] = {}
+        self._by_name: dict[tuple[bytes, str], EndpointEpisode] = {}
         self._workers: Counter[bytes] = Counter()
 
     def open(self, message: OpenEpisode) -> None:
         """Accept the calls of an episode."""
-        episode = Episode(message.episode, _digest(message.token), _digest(message.worker_token))
+        episode = EndpointEpisode(message.episode, _digest(message.token), _digest(message.worker_token))
         self._episodes[episode.id] = self._by_key[episode.key] = episode
         self._workers[episode.worker_key] += 1
 
@@ -62,7 +62,7 @@ class Episodes:
             self._workers[episode.worker_key] -= 1
             self._workers += Counter()  # drops zeros
 
-    def set_name(self, episode: Episode, name: object) -> None:
+    def set_name(self, episode: EndpointEpisode, name: object) -> None:
         """Have requests with the key of the episode's worker and this name count as the episode's."""
         if not (isinstance(name, str) and 0 < len(name) <= 256):
             raise ApiError("'name' must be a text of 1 to 256 characters")
@@ -74,7 +74,7 @@ class Episodes:
                 raise ApiError(f"an episode has at most {_MAX_NAMES} names")
             episode.names.append(name)
 
-    def find(self, headers: Mapping[str, str]) -> Episode | None:
+    def find(self, headers: Mapping[str, str]) -> EndpointEpisode | None:
         """Return the episode of a request; None if a worker's key comes without a name. Raises ApiError."""
         scheme, _, token = headers.get("Authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not token:

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from rlflow.agents.endpoint.errors import ApiError
+from rlflow.agents.endpoint.history import Message, to_ids
 from rlflow.agents.endpoint.service import Answer, Chat, Options
-from rlflow.agents.endpoint.transcript import Message, to_ids
 
 Body = Mapping[str, Any]
 

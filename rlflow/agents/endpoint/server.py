@@ -8,10 +8,10 @@ from typing import Any
 from aiohttp import web
 
 from rlflow.agents.endpoint import anthropic_form, openai_form
-from rlflow.agents.endpoint.episodes import Episode, Episodes
+from rlflow.agents.endpoint.episodes import EndpointEpisode, Episodes
 from rlflow.agents.endpoint.errors import ApiError
+from rlflow.agents.endpoint.history import to_ids
 from rlflow.agents.endpoint.service import Answer, Service
-from rlflow.agents.endpoint.transcript import to_ids
 from rlflow.errors import first_line
 
 _MAX_BODY = 32 * 2**20
@@ -126,9 +126,9 @@ class Server:
         ]
 
 
-def _episode(request: web.Request) -> Episode:
+def _episode(request: web.Request) -> EndpointEpisode:
     """Return the episode of a request. Raises ApiError if a worker's key came without a name."""
-    episode: Episode | None = request["episode"]
+    episode: EndpointEpisode | None = request["episode"]
     if episode is None:
         raise ApiError("a worker's key needs the name of an episode in X-Session-ID", 401, "invalid_api_key")
     return episode

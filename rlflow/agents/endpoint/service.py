@@ -7,16 +7,16 @@ from typing import Any
 
 from rlflow.agents.base import ModelSpec
 from rlflow.agents.endpoint.chat_format import ChatFormat
-from rlflow.agents.endpoint.episodes import Episode
+from rlflow.agents.endpoint.episodes import EndpointEpisode
 from rlflow.agents.endpoint.errors import ApiError
+from rlflow.agents.endpoint.history import Message, Turn, to_bytes, to_ids
 from rlflow.agents.endpoint.link import EngineLink
-from rlflow.agents.endpoint.transcript import Message, Turn, to_bytes, to_ids
 from rlflow.agents.messages import Reply
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a request may choose about its reply."""
+    """The choices that a request has about its reply."""
 
     max_tokens: int | None = None
     stop: Sequence[str] = ()
@@ -71,7 +71,7 @@ class Service:
         self.format = ChatFormat(model)
 
     async def answer_ids(
-        self, episode: Episode, ids: Sequence[int], options: Options, headers: Mapping[str, str]
+        self, episode: EndpointEpisode, ids: Sequence[int], options: Options, headers: Mapping[str, str]
     ) -> Answer:
         """Return the reply to tokens. Raises ApiError."""
         for name in options.ignored:
@@ -89,27 +89,29 @@ class Service:
             episode.num_open_calls -= 1
         return Answer(f"{episode.id}-{reply.number}", len(ids), reply)
 
-    async def answer_text(self, episode: Episode, text: str, options: Options, headers: Mapping[str, str]) -> Answer:
+    async def answer_text(
+        self, episode: EndpointEpisode, text: str, options: Options, headers: Mapping[str, str]
+    ) -> Answer:
         """Return the continuation of a text. One that continues an earlier reply keeps its tokens. Raises ApiError."""
         parent, new = None, text
-        if known := episode.transcript.find_text(text):
+        if known := episode.history.find_text(text):
             parent, new = known[1], text[len(known[0]) :]
         context = self.format.encode(new, is_start=parent is None)
         before = [*parent.prompt_ids, *to_ids(parent.reply)] if parent else []
         answer = await self.answer_ids_as_text(episode, before + context, options, headers)
         turn = Turn(parent, to_bytes(context), answer.reply.ids, answer.reply.finished)
-        episode.transcript.add_text(text + answer.text, turn)
+        episode.history.add_text(text + answer.text, turn)
         return answer
 
     async def answer_ids_as_text(
-        self, episode: Episode, ids: Sequence[int], options: Options, headers: Mapping[str, str]
+        self, episode: EndpointEpisode, ids: Sequence[int], options: Options, headers: Mapping[str, str]
     ) -> Answer:
         """Return the reply to tokens as text. Raises ApiError."""
         answer = await self.answer_ids(episode, ids, options, headers)
         text, stop = _cut(self.format.decode(to_ids(answer.reply.ids), skip_special=True), options.stop)
         return replace(answer, text=text, stop=stop)
 
-    async def answer_chat(self, episode: Episode, chat: Chat, headers: Mapping[str, str]) -> Answer:
+    async def answer_chat(self, episode: EndpointEpisode, chat: Chat, headers: Mapping[str, str]) -> Answer:
         """Return the next message of a chat. Raises ApiError."""
         parent, context = self._continue(episode, chat)
         ids = [*parent.prompt_ids, *to_ids(parent.reply), *context] if parent else context
@@ -129,17 +131,17 @@ class Service:
             "content": text,
             "tool_calls": [{"function": {"name": name, "arguments": arguments}} for _, name, arguments in tool_calls],
         }
-        episode.transcript.add_chat(chat.tools, [*chat.messages, message], turn)
+        episode.history.add_chat(chat.tools, [*chat.messages, message], turn)
         return replace(answer, text=text, thoughts=parsed.thoughts, tool_calls=tool_calls, stop=stop)
 
     def count_tokens(self, chat: Chat) -> int:
         """Return the number of tokens of a chat."""
         return len(self.format.render(chat.messages, chat.tools))
 
-    def _continue(self, episode: Episode, chat: Chat) -> tuple[Turn | None, list[int]]:
+    def _continue(self, episode: EndpointEpisode, chat: Chat) -> tuple[Turn | None, list[int]]:
         """Return the turn that a chat continues with the tokens that it adds, or None and all of its tokens."""
         reason = None
-        if known := episode.transcript.find_chat(chat.tools, chat.messages):
+        if known := episode.history.find_chat(chat.tools, chat.messages):
             place, turn = known
             if any(message["role"] == "assistant" for message in chat.messages[place + 1 :]):
                 reason = "edited"
@@ -149,7 +151,7 @@ class Service:
                     return turn, context
                 reason = "template"
         else:
-            reason = episode.transcript.reason_of_new_segment(chat.messages)
+            reason = episode.history.reason_of_new_segment(chat.messages)
         if reason is not None:
             self.link.count(episode.id, f"rerendered_{reason}")
         return None, self.format.render(chat.messages, chat.tools)

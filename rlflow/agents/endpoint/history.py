@@ -1,4 +1,4 @@
-"""What an episode's calls have said: messages or texts, each with the exact tokens that the engine has seen."""
+"""The chats of an episode: messages or texts, each with the exact tokens that the engine has seen."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,7 +33,7 @@ class Turn:
         return to_ids(b"".join(reversed(parts)))
 
 
-class Transcript:
+class ChatHistory:
     """The turns of an episode by what was said up to their replies."""
 
     def __init__(self) -> None:
