@@ -24,6 +24,6 @@ def show(shown: Plan | Report, *, explain: bool = False) -> None:
     elif console.is_jupyter:
         from IPython.display import HTML, display  # exists where a notebook runs
 
-        display(HTML(report_html(shown)))  # type: ignore[no-untyped-call]
+        display(HTML(report_html(shown)))
     else:
         print_picture(report_text(shown))

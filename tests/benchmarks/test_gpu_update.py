@@ -66,7 +66,7 @@ def test_a_loss_that_is_not_finite_agrees_with_nothing() -> None:
     assert disagreement(broken, [broken, result_of("composite", -1.0, 1.0), result_of("trl", -1.0, 1.0)])
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_tiny_model_is_compared_on_the_cpu(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """rlflow and the composite compute the same, each in a process of its own."""
     words = f"--tiny --device cpu --dtype float32 --eager --arms composite,rlflow --data D2 --out {tmp_path}"

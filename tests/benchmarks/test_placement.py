@@ -18,7 +18,7 @@ def check(outcome: Outcome, plans: int) -> None:
 
 
 def test_hosts_of_different_sizes(hosts: None) -> None:
-    check(tried(random_plans(load_cluster(SHARED_HOSTS), 20, seed=0)), 20)
+    check(tried(random_plans(load_cluster(SHARED_HOSTS), 8, seed=0)), 8)
 
 
 @pytest.mark.soak

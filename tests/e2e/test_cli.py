@@ -54,8 +54,8 @@ def run_folders(cwd: Path) -> list[Path]:
     return sorted(path.parent for path in cwd.glob("outputs/*/*/plan.json"))
 
 
-def test_a_run(tmp_path: Path) -> None:
-    out = as_a_process(*fake(), cwd=tmp_path).stdout
+def test_a_run(tmp_path: Path, rlflow: Command) -> None:
+    out = rlflow(*fake()).stdout
     (folder,) = run_folders(tmp_path)
     assert "fake on 1x1@cpu" in out
     assert "held-out reward: eval_before 0.000, eval_after 0." in out
@@ -104,20 +104,27 @@ def test_a_sweep_tells_of_the_cluster_that_is_too_small(rlflow: Command) -> None
     assert ranked[2].startswith("cluster=1x4: roles.rollout: 8 GPUs of one tensor-parallel group do not fit")
 
 
-def test_ctrl_c_and_resume(tmp_path: Path, rlflow: Command) -> None:
+def test_a_run_in_use_then_ctrl_c_and_resume(tmp_path: Path, rlflow: Command) -> None:
+    """A second run in its folder is refused, dry runs too, and the first stays as it is until it is interrupted."""
     arguments = [*fake("steps=100000", "checkpoints.every=100000", "evaluation=null")]
     command = [sys.executable, "-m", "rlflow", *arguments]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if line.startswith("fake: "):
-                process.send_signal(signal.SIGINT)
                 break
+        (folder,) = run_folders(tmp_path)
+        plan, hydra = (folder / "plan.json").read_bytes(), sorted((folder / ".hydra").rglob("*"))
+        for others in (("seed=1",), ("seed=1", "dry_run=true")):
+            done = rlflow(*fake(*others, f"hydra.run.dir={folder.relative_to(tmp_path)}"), code=2)
+            assert f"' is in use by another run, process {process.pid} on " in done.stderr
+        assert (folder / "plan.json").read_bytes() == plan
+        assert sorted((folder / ".hydra").rglob("*")) == hydra
+        process.send_signal(signal.SIGINT)
         rest = process.stdout.read()
         assert process.wait(timeout=60) == 130, rest
     assert "stopping after this step" in rest
     assert "continue with: rlflow plan=" in rest
-    (folder,) = run_folders(tmp_path)
     behind = json.loads((folder / "report.json").read_text())["steps"]
     assert behind < 100000
     out = rlflow(*arguments, "resume=true", "steps=+1").stdout
@@ -211,23 +218,6 @@ def test_a_damaged_checkpoint(tmp_path: Path, rlflow: Command) -> None:
         (step / "actor" / "state.json").write_text("{}")
     done = rlflow(*fake("resume=run"), code=2)
     assert "RecipeError: resume: every checkpoint of 'run' is damaged" in done.stderr
-
-
-def test_two_runs_in_one_folder(tmp_path: Path, rlflow: Command) -> None:
-    """The second is refused, dry runs too, and the first stays as it is."""
-    command = [sys.executable, "-m", "rlflow", *fake("steps=100000", "evaluation=null", "hydra.run.dir=run")]
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("fake: "):
-                break
-        plan = (tmp_path / "run" / "plan.json").read_bytes()
-        for others in (("seed=1",), ("seed=1", "dry_run=true")):
-            done = rlflow(*fake(*others, "hydra.run.dir=run"), code=2)
-            assert f"hydra.run.dir: 'run' is in use by another run, process {process.pid} on " in done.stderr
-        process.kill()
-    assert (tmp_path / "run" / "plan.json").read_bytes() == plan
-    assert not (tmp_path / "run" / ".hydra").exists()
 
 
 def test_auto_takes_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rlflow: Command) -> None:

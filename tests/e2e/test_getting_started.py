@@ -14,7 +14,7 @@ import pytest
 
 import rlflow
 from tests.conftest import ROOT, Typed
-from tests.e2e.test_readme import own_recipe
+from tests.e2e.test_readme import TYPED, own_recipe
 
 PAGE = (ROOT / "docs" / "getting-started.md").read_text()
 CODE = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
@@ -33,10 +33,10 @@ def write_files_of_the_page(folder: Path) -> None:
 
 
 def example() -> str:
-    """Return the page's code, followed by the docstring's."""
+    """Return the page's code, followed by the docstring's, with fewer steps."""
     _, page = CODE
     docstring = textwrap.dedent(str(rlflow.run.__doc__).partition("Example:\n")[2])
-    return f"import os\nos.umask(0o027)\n{page}\n{docstring}"
+    return re.sub(r"\bsteps=\d+", "steps=3", f"import os\nos.umask(0o027)\n{page}\n{docstring}")
 
 
 @pytest.mark.slow
@@ -71,7 +71,7 @@ def test_every_command_is_found() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [command for command in COMMANDS if f"{command} dry_run=true" not in TYPED])
 def test_every_command_has_a_plan(command: str, typed: Typed, tmp_path: Path) -> None:
     write_files_of_the_page(tmp_path)
     code, out, errors = typed(*shlex.split(command)[1:], *([] if "dry_run=true" in command else ["dry_run=true"]))

@@ -148,7 +148,7 @@ class Counter(rlflow.Observer):
 
 
 def test_with_rlflows_engines_it_makes_the_steps_of_grpo_tiny(tmp_path: Path) -> None:
-    beginner = rlflow.load(["recipe=beginner_tiny", "steps=60", "evaluation=null"])
+    beginner = rlflow.load(["recipe=beginner_tiny", "steps=25", "evaluation=null"])
     path = rlflow.run(rlflow.compile(beginner, "local"), tmp_path / "beginner", observers=()).models["actor"]
     settings, model = Settings(steps=12), Model(path=path, dtype="float32")
     actor, rollout, reference = build_engines(model, settings)

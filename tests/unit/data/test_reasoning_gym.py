@@ -10,6 +10,9 @@ from rlflow.recipe import Data
 from rlflow.rewards.base import Failure
 from rlflow.rewards.callables import load_reward
 
+# The library takes seconds to import.
+pytestmark = pytest.mark.slow
+
 SUMS: dict[str, Any] = {"size": 400, "max_terms": 2, "max_digits": 2, "operators": ["+"], "allow_negation": False}
 
 
