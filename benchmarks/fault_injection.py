@@ -28,7 +28,7 @@ from rlflow.system.processes import descendants
 
 # The methods of engines and objects that make up a stage, by role; those that return samples or values come last.
 _CALLS: Mapping[str, Mapping[str, Sequence[str]]] = {
-    "generate": {"rollout": ("advance", "generate_rows")},
+    "generate": {"rollout": ("advance",)},
     "decode": {"rollout": ("step",)},
     "score": {"rewards": ("run",)},
     "reference": {"reference": ("logprobs",)},
@@ -37,7 +37,7 @@ _CALLS: Mapping[str, Mapping[str, Sequence[str]]] = {
     "sync": {"rollout": ("load_weights",), "actor": ("next_bucket",)},
     "save": {"actor": ("save",), "driver": ("stepped",)},
 }
-_RESULTS = {"rollout": ("generate_rows", "finish_session", "take_rollouts")}
+_RESULTS = {"rollout": ("finish_session", "take_rollouts")}
 _LOST_HOST = "--node-name=host-1"
 # A slow call is delayed by this many times its own duration, and by at least so many seconds.
 _SLOWER, _SLOW_S = 20.0, 0.5

@@ -202,7 +202,7 @@ def test_sessions_tell_each_row_once(engine: VllmEngine) -> None:
     waiting = [] if put_off is None else [row for row in (2, 3) if row not in told]
     again = np.array([*waiting, 6, 7], np.int32)
     while len(told) < 8:
-        progress = engine.advance(again.tobytes(), 0)
+        progress = engine.advance(again.tobytes(), 8 - len(told))
         again = again[:0]
         told += np.frombuffer(progress.rows, np.int32).tolist()
         assert progress.decode_steps >= max(np.frombuffer(progress.lengths, np.int32), default=0)

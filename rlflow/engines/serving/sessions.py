@@ -113,8 +113,8 @@ class SessionEngine(ABC):
     def advance(self, rows: bytes, num_done: int, partial: Rollouts | None = None) -> SampleProgress:
         """Start these rows, or resume those that are in ``partial``, and report the rows that are done.
 
-        Returns when ``num_done`` rows are done, or all of them, or after a second; with ``num_done=0``, only when all
-        are. All rows that are done by then are reported. Raises EngineError.
+        Returns when ``num_done`` rows are done, or all of them, or after a second. All rows that are done by then are
+        reported. Raises EngineError.
         """
         assert self._session is not None
         return self._session.advance(_unpack(rows), num_done, partial)
@@ -136,15 +136,6 @@ class SessionEngine(ABC):
         """End the session, and return all rollouts that were not taken, ascending; None if there are none."""
         assert self._session is not None
         session, self._session = self._session, None
-        return self._finish(session)
-
-    def generate_rows(self, prompts: Prompts, sampling: Sampling, rows: bytes) -> Rollouts | None:
-        """Generate these rows, ascending: a whole session in one call. Raises EngineError."""
-        session = _Session(self._engine_of(sampling), self.journal, prompts, sampling)
-        session.advance(_unpack(rows), 0)
-        return self._finish(session)
-
-    def _finish(self, session: "_Session") -> Rollouts | None:
         rollouts = session.take_all()
         self._num_finished += 1
         return rollouts
@@ -184,19 +175,13 @@ class _Session:
 
     def advance(self, rows: Ints, num_done: int, partial: Rollouts | None = None) -> SampleProgress:
         done = self._submit(rows, partial) if len(rows) else {}
-        deadline = next_batch = time.monotonic() + _REPORT_S
+        deadline = time.monotonic() + _REPORT_S
         while self._generating:
-            until = self._next_report if 0 < num_done <= len(done) else deadline
+            until = self._next_report if num_done <= len(done) else deadline
             try:
-                row = self._completed.get(timeout=max(0.0, until - time.monotonic()) if num_done else _REPORT_S)
+                done |= self._collect(self._completed.get(timeout=max(0.0, until - time.monotonic())))
             except Empty:
-                if num_done:
-                    break
-            else:
-                done |= self._collect(row)
-            if (now := time.monotonic()) >= next_batch:
-                self._batch_responses()
-                next_batch = now + _REPORT_S
+                break
         self._batch_responses()
         self._next_report = time.monotonic() + self._report_every_s
         steps = self._engine.decode_steps - self._steps_before

@@ -136,8 +136,6 @@ class _Pass:
         elif self._subscriber is not None:
             self._results = PartialResults(self._subscriber, scheduler.num_queued, len(capacities))
             self._most_unreported = self._results.part_rows
-        elif scheduler.all_fit and self._groups.partial is None:
-            return self._generate_at_once()
         self._assign()
         while self._calls:
             call = self._answered.get()
@@ -152,15 +150,6 @@ class _Pass:
             # Some finished before their engine was asked to preempt them, and were never reported.
             self._partial.discard(self._groups.rows_of(rollouts.keys).tolist())
         return [*(self._results.delivered if self._results else []), *finished, *self._partial.returned()]
-
-    def _generate_at_once(self) -> list[Rollouts]:
-        """Generate rows that all fit into the engines by a single call of each engine."""
-        assigned = self._scheduler.assign()
-        calls = {
-            rank: self._engines.submit(rank, "generate_rows", self._batch, self._sampling, pack_rows(rows))
-            for rank, rows in assigned.items()
-        }
-        return list(self._successes(calls, lambda rank, each: self._groups.check(each, assigned[rank])).values())
 
     def _check_finished(self, rank: int, rollouts: Rollouts | None) -> None:
         """Raise EngineError unless an engine returns all rows that it has reported as finished, each once."""

@@ -101,17 +101,6 @@ class Scheduler:
         """Return the engines that have not failed."""
         return list(self._engines)
 
-    @property
-    def all_fit(self) -> bool:
-        """Return whether all queued rows can be generated at once, however long they become."""
-        total = sum(engine.capacity.sequences for engine in self._engines.values())
-        longest = int(self._prompt_lengths.max(initial=0)) + self._max_tokens
-        each = -(-self.num_queued // max(1, len(self._engines)))
-        return self.num_queued <= total and all(
-            each <= engine.capacity.sequences and each * longest <= engine.capacity.tokens
-            for engine in self._engines.values()
-        )
-
     def capacity(self, rank: int) -> Capacity:
         return self._engines[rank].capacity
 

@@ -21,7 +21,7 @@ SILENCE_S = (20.0, 300.0)
 _LIMIT_FACTOR = 20.0
 _LIMIT_S = 3600.0
 # Calls that wait for samples. An engine that makes no step in them hangs.
-_GENERATING = frozenset({"advance", "generate", "generate_rows", "preempt", "finish_session"})
+_GENERATING = frozenset({"advance", "generate", "preempt", "finish_session"})
 # Calls that load libraries, data or models, and calls that move files.
 # No figure of the plan bounds what a disk may take.
 _LOADING = frozenset({"prepare", "build", "load_object", "check_host"})

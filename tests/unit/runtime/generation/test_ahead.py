@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from rlflow.batch import Prompts, Rollouts
 from rlflow.compiler.graph import Graph
-from rlflow.engines.base import Sampling
 from rlflow.errors import EngineError, NotFiniteError
 from rlflow.nodes.base import GraphNode
 from rlflow.nodes.generate import Generate
@@ -62,12 +61,6 @@ class Flaky(Stepwise):
         if fails:
             raise EngineError("it died")
         return super().advance(rows, enough, begun)
-
-    def generate_rows(self, prompts: Prompts, sampling: Sampling, rows: bytes) -> Rollouts | None:
-        """Generate token by token, as in a session."""
-        self.begin_session(prompts, sampling)
-        self.advance(rows, len(rows) // 4)
-        return self.finish_session()
 
 
 class Watched(Threads):

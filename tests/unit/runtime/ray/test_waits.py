@@ -34,9 +34,9 @@ def test_loading_and_saving_may_take_as_long_as_slow_disks(method: str, paramete
 def test_only_waiting_for_samples_asks_an_engine_for_steps(concurrent: bool) -> None:
     """An engine that sleeps, wakes up or reports what it has done may have nothing to generate."""
     waits = Waits({}, other_s=1.0)
-    methods = ("advance", "generate_rows", "sleep", "wake", "take_activity", "begin_session", "update")
+    methods = ("advance", "sleep", "wake", "take_activity", "begin_session", "update")
     counted = {each for each in methods if waits.of(each, concurrent=concurrent).counts_steps}
-    assert counted == ({"advance", "generate_rows"} if concurrent else set())
+    assert counted == ({"advance"} if concurrent else set())
 
 
 def test_the_text_names_node_method_and_samples() -> None:
