@@ -1,5 +1,6 @@
 """All that rlflow uses of the library verifiers. No other file imports it."""
 
+import os
 from collections.abc import Awaitable, Callable, Mapping
 from types import ModuleType
 from typing import Any
@@ -9,6 +10,9 @@ from rlflow.errors import RecipeError, first_line
 
 CHAT = "rlflow_verifiers_chat"
 """The module that verifiers finds the harness of ``chat_module`` in: it imports plugins by name, from the top level."""
+
+# Processes that verifiers starts do not inherit variables with API_KEY in their names.
+_KEY_VARIABLE = "RLFLOW_API_KEY"
 
 Chat = Callable[[list[Message], Any, str, str, Mapping[str, str]], Awaitable[None]]
 """Holds a chat, given its first messages, the trace, the address and the key of verifiers' endpoint, and the addresses
@@ -37,25 +41,20 @@ def load_taskset(name: str, config: Mapping[str, Any]) -> Any:
 
 
 def model_context(service: ModelService, renderer: Mapping[str, Any]) -> Any:
-    """Return the model as verifiers' client for training reaches it."""
+    """Return the model as verifiers reaches it: as chats, or with a renderer as tokens, by its client for training."""
     import verifiers.v1 as vf
 
-    client = {
-        "base_url": f"{service.url}/v1",
-        # The key is no environment variable, which other processes would inherit.
-        "api_key_var": "",
-        "headers": {"Authorization": f"Bearer {service.key}"},
-        "renderer": dict(renderer) or None,
-        "renderer_model_name": service.model.tokenizer,
-    }
+    os.environ[_KEY_VARIABLE] = service.key
+    config: dict[str, Any] = {"base_url": f"{service.url}/v1", "api_key_var": _KEY_VARIABLE}
     sampling: dict[str, Any] = {"max_tokens": service.model.turn_tokens}
-    if service.model.template_options:
-        sampling["chat_template_kwargs"] = dict(service.model.template_options)
-    return vf.ModelContext(
-        model=service.model.name,
-        client=vf.TrainClientConfig.model_validate(client),
-        sampling=vf.SamplingConfig.model_validate(sampling),
-    )
+    if not renderer:
+        client = vf.EvalClientConfig.model_validate(config)
+    else:
+        config |= {"renderer": dict(renderer), "renderer_model_name": service.model.tokenizer}
+        client = vf.TrainClientConfig.model_validate(config)
+        if service.model.template_options:
+            sampling["chat_template_kwargs"] = dict(service.model.template_options)
+    return vf.ModelContext(model=service.model.name, client=client, sampling=vf.SamplingConfig.model_validate(sampling))
 
 
 def check_harness(name: str) -> None:

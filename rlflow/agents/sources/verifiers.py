@@ -1,6 +1,7 @@
 """Tasksets of the library verifiers: ``environment: verifiers:my_taskset``."""
 
 import asyncio
+import json
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack, suppress
@@ -17,6 +18,9 @@ from rlflow.extras import check_extra
 from rlflow.rewards.base import Row
 from rlflow.schema import Seconds, Text, parse
 
+# Messages with which a call is refused: by the task's own conditions, by the endpoint, and by verifiers' renderers.
+_ENDS = ("rollout stopped", "rlflow_limit_reached", "context_length_exceeded", "exceeds maximum context length")
+
 
 @dataclass
 class VerifiersAgent(Agent):
@@ -27,8 +31,8 @@ class VerifiersAgent(Agent):
     harness: Text = "chat"
     """``chat``, which offers the MCP tools of the taskset, or the ID of a harness that executes no code."""
     renderer: Mapping[str, Any] = field(default_factory=dict)
-    """The renderer between messages and tokens, such as ``name: qwen3``. By default it follows from the model's name;
-    for an unknown model it is the chat template, without tool calls."""
+    """A renderer of verifiers that turns messages into tokens in this process, such as ``name: qwen3``. By default the
+    endpoint does that, and also knows other chat templates."""
     tool_timeout_s: Seconds = 60.0
     """The time limit of a tool call in ``chat``, after which the model reads that it took too long."""
 
@@ -98,10 +102,10 @@ class VerifiersAgent(Agent):
         """Ask verifiers' own endpoint, which refuses calls at limits and at the task's own conditions."""
         headers = {"Authorization": f"Bearer {key}"}
         async with self._http.post(url, json={**body, "messages": messages}, headers=headers) as response:
-            if response.status == 400:
-                raise LimitReachedError
-            response.raise_for_status()
-            reply = await response.json()
+            text = await response.text()
+        if response.status != 200:
+            raise LimitReachedError if any(end in text for end in _ENDS) else RuntimeError(text)
+        reply = json.loads(text)
         return ChatReply(reply["id"], reply["choices"][0]["message"], finished=True)
 
 

@@ -50,6 +50,7 @@ class ScriptedEngine:
     """The engine's side of an endpoint. ``answer`` returns the tokens of a reply, a refusal, or None for no answer."""
 
     answer: Answer = lambda call: words("ok")
+    model: ModelSpec = field(init=False)
     endpoint: Endpoint = field(init=False)
     calls: list[Call] = field(default_factory=list)
     replies: list[list[int]] = field(default_factory=list)
@@ -60,8 +61,8 @@ class ScriptedEngine:
 
     def start(self, folder: Path) -> None:
         """Start the endpoint for the tokenizer in a folder."""
-        model = ModelSpec(str(folder), "policy", max_tokens=4096, turn_tokens=256)
-        self.endpoint = Endpoint(model, self.receive, self.deaths.append)
+        self.model = ModelSpec(str(folder), "policy", max_tokens=4096, turn_tokens=256)
+        self.endpoint = Endpoint(self.model, self.receive, self.deaths.append)
 
     def open(self, worker_token: str = "worker") -> tuple[str, str]:
         """Open an episode, and return its id and token."""

@@ -1,112 +1,163 @@
-"""Tasksets of verifiers: episodes with its own training client, against an endpoint that speaks its protocol."""
+"""Tasksets of verifiers: episodes against the endpoint, by chats and by verifiers' own client for training."""
 
 import asyncio
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
-from rlflow.agents.base import Outcome
+from rlflow.agents.base import ModelService, Outcome
+from rlflow.agents.client import HttpClient
 from rlflow.agents.load import load_agent
+from rlflow.agents.messages import Call, Refusal, StartEpisode
 from rlflow.data.source import load_rows
+from rlflow.engines.causal_lm.new_tokenizers import new_tokenizer
 from rlflow.errors import RecipeError
-from rlflow.recipe import Data
+from rlflow.recipe import Data, Model
+from tests.unit.agents.endpoint.conftest import ScriptedEngine, ids_of, show, words
 from tests.unit.agents.scripted import ScriptedClient, play
-from tests.unit.agents.stub_endpoint import StubEndpoint
 
 SUMS = "verifiers:example_taskset"
-QWEN: dict[str, Any] = {"renderer": {"name": "qwen3", "enable_thinking": False}}
+GAME = "verifiers:example_game"
+RENDERERS: dict[str, dict[str, Any]] = {
+    "chats": {},
+    "tokens": {"renderer": {"name": "qwen3", "enable_thinking": False}},
+}
 # The import of the library takes four seconds.
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)
-def taskset_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put the example at the top level, where verifiers looks for tasksets, and its servers too."""
+def tasksets_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put the examples at the top level, where verifiers looks for tasksets, and its servers too."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=":")
+    monkeypatch.setenv("RLFLOW_API_KEY", "")
 
 
-def rows(split: str = "train", **options: Any) -> Sequence[Any]:
-    return load_rows(Data(source=SUMS, options=options, split=split, batch_size=1, max_prompt_tokens=8), "split")
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the tokenizer of bytes."""
+    folder = tmp_path_factory.mktemp("bytes")
+    new_tokenizer(Model(tokenizer="bytes", random_weights=True)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Iterator[ScriptedEngine]:
+    """Start an endpoint for all tests of the file."""
+    engine = ScriptedEngine()
+    engine.start(folder)
+    yield engine
+    engine.endpoint.stop()
+
+
+def rows(name: str = SUMS, split: str = "train", **options: Any) -> Sequence[Any]:
+    return load_rows(Data(source=name, options=options, split=split, batch_size=1, max_prompt_tokens=8), "split")
 
 
 def run(
-    folder: Path, answer: Callable[[str], str | None], chosen: Sequence[Any], name: str = SUMS, **options: Any
-) -> tuple[list[Any], StubEndpoint, list[ScriptedClient]]:
-    """Run one episode for each row, all at the same time; return outcomes or errors, the endpoint and the clients."""
+    engine: ScriptedEngine, answer: Callable[[str], str | None], rows: Sequence[Any], name: str = SUMS, **options: Any
+) -> list[Any]:
+    """Run one episode for each row, all at the same time, and return outcomes or errors.
 
-    async def episodes() -> tuple[list[Any], StubEndpoint, list[ScriptedClient]]:
-        endpoint = StubEndpoint(folder, answer)
+    ``answer`` returns the model's reply to a prompt, or None for a call beyond the limit.
+    """
+
+    def reply(call: Call) -> Sequence[int] | Refusal:
+        text = answer(show(ids_of(call.prompt_ids)))
+        return Refusal(call.number, "calls", "no more calls") if text is None else words(text)
+
+    async def episodes() -> list[Any]:
         agent = load_agent(name, options)
-        await agent.open(await endpoint.start())
-        clients = [ScriptedClient() for _ in chosen]
-        try:
-            episodes = (agent.run(client, row) for client, row in zip(clients, chosen, strict=True))
-            return await asyncio.gather(*episodes, return_exceptions=True), endpoint, clients
-        finally:
-            await agent.close()
-            await endpoint.runner.cleanup()
+        service = ModelService(engine.endpoint.url, "worker", engine.model)
+        await agent.open(service)
+        starts = [StartEpisode(*engine.open("worker"), row, 0) for row in rows]
+        async with aiohttp.ClientSession() as http:
+            running = [agent.run(HttpClient(service, start, http), start.row) for start in starts]
+            try:
+                return await asyncio.gather(*running, return_exceptions=True)
+            finally:
+                await agent.close()
 
+    engine.calls.clear()
+    engine.replies.clear()
+    engine.answer = reply
     return asyncio.run(episodes())
 
 
+def check_one_segment(engine: ScriptedEngine) -> None:
+    """Check that each call continues the tokens of the one before."""
+    prompts = [ids_of(call.prompt_ids) for call in engine.calls]
+    for prompt, reply, following in zip(prompts, engine.replies, prompts[1:], strict=False):
+        assert following[: len(prompt) + len(reply)] == prompt + reply
+
+
 def test_rows_hold_the_task_and_are_split() -> None:
-    train, test = rows(taskset={"count": 200}), rows("test", taskset={"count": 200})
+    train, test = rows(taskset={"count": 200}), rows(split="test", taskset={"count": 200})
     assert len(train) + len(test) == 200
     assert 5 < len(test) < 40
     assert rows(size=20)[0] == {
         "prompt": "0+1?",
         "task": {"idx": 0, "prompt": "0+1?", "system_prompt": "Add.", "answer": 1},
     }
+    with pytest.raises(RecipeError, match="the taskset has no end, so it needs a size"):
+        rows(GAME)
 
 
-def test_episodes_earn_the_rewards_of_the_task(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", RENDERERS.values(), ids=RENDERERS)
+def test_episodes_earn_the_rewards_of_the_task(engine: ScriptedEngine, options: dict[str, Any]) -> None:
     chosen = rows(size=20)[:8]
 
     def answer(prompt: str) -> str:
         return str(int(re.findall(r"(\d+)\+1\?", prompt)[-1]) // 4 * 4 + 1)
 
-    outcomes, endpoint, clients = run(tmp_path, answer, chosen, **QWEN)
+    outcomes = run(engine, answer, chosen, **options)
     for row, outcome in zip(chosen, outcomes, strict=True):
         is_right = float(row["task"]["idx"] % 4 == 0)
         assert isinstance(outcome, Outcome), outcome
         assert outcome.reward == is_right + 0.5
         assert outcome.finished
         assert outcome.metrics.items() >= {"is_right": is_right, "is_number": 0.5, "turns": 1, "tool_calls": 0}.items()
-    assert "<|im_start|>system\nAdd.<|im_end|>" in endpoint.calls[0][1]
-    # Each episode has told its name before its first call.
-    assert sorted(name for name, _ in endpoint.calls) == sorted(name for client in clients for name in client.names)
+    assert len({call.episode for call in engine.calls}) == 8
+    assert "[<|im_start|>]system\nAdd.[<|im_end|>]" in show(ids_of(engine.calls[0].prompt_ids))
 
 
-def test_tools_of_the_taskset_are_called(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", RENDERERS.values(), ids=RENDERERS)
+def test_tools_of_the_taskset_are_called(engine: ScriptedEngine, options: dict[str, Any]) -> None:
     def answer(prompt: str) -> str:
-        if "<tool_response>" in prompt.rpartition("<|im_start|>user")[2]:
-            return str(re.findall(r"<tool_response>\n(\d+)", prompt)[-1])
+        if results := re.findall(r"\[<tool_response>\]\n(\d+)", prompt):
+            return str(results[-1])
         return '<tool_call>\n{"name": "sums_add", "arguments": {"a": 3, "b": 1}}\n</tool_call>'
 
     row = {"task": {"idx": 3, "prompt": "3+1?", "answer": 4}}
-    [outcome], endpoint, _ = run(tmp_path, answer, [row], taskset={"has_tools": True}, **QWEN)
+    [outcome] = run(engine, answer, [row], taskset={"has_tools": True}, **options)
     assert isinstance(outcome, Outcome), outcome
     assert outcome.reward == 1.5
     assert outcome.metrics["tool_calls"] == 1
-    first, second = (prompt for _, prompt in endpoint.calls)
-    assert second.startswith(first)
+    assert len(engine.calls) == 2
+    check_one_segment(engine)
 
 
-def test_a_limit_ends_the_episode_with_its_reward_so_far(tmp_path: Path) -> None:
-    [outcome], _, _ = run(tmp_path, lambda prompt: None, rows(size=20)[:1], **QWEN)
+@pytest.mark.parametrize("options", RENDERERS.values(), ids=RENDERERS)
+def test_an_environment_may_answer_the_model_until_a_limit(engine: ScriptedEngine, options: dict[str, Any]) -> None:
+    def answer(prompt: str) -> str | None:
+        return {0: "one", 1: "three"}.get(prompt.count("go on"))
+
+    [outcome] = run(engine, answer, rows(GAME, size=20)[:1], GAME, **options)
     assert isinstance(outcome, Outcome), outcome
-    assert outcome.reward == 0
+    assert outcome.reward == len("three")
     assert not outcome.finished
+    assert len(engine.calls) == 3
+    check_one_segment(engine)
 
 
-def test_an_error_of_the_task_is_no_outcome(tmp_path: Path) -> None:
+def test_an_error_of_the_task_is_no_outcome(engine: ScriptedEngine) -> None:
     row = {"task": {"idx": 0, "prompt": "0+1?", "answer": -1}}
-    [error], _, _ = run(tmp_path, lambda prompt: "1", [row], **QWEN)
+    [error] = run(engine, lambda prompt: "1", [row])
     assert isinstance(error, RuntimeError)
     assert "TaskError" in str(error)
     assert "no such sum" in str(error)
@@ -124,26 +175,6 @@ def test_an_error_of_the_task_is_no_outcome(tmp_path: Path) -> None:
 def test_mistakes_are_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         load_agent(SUMS, options)
-
-
-def test_an_environment_may_answer_the_model(tmp_path: Path) -> None:
-    """Each of its answers starts the chat again, with the messages so far: the tokens continue those before."""
-
-    def answer(prompt: str) -> str | None:
-        return {0: "one", 1: "three"}.get(prompt.count("go on"))
-
-    game = "verifiers:example_game"
-    data = Data(source=game, options={"size": 20}, batch_size=1, max_prompt_tokens=8)
-    [outcome], endpoint, _ = run(tmp_path, answer, load_rows(data, "split")[:1], game, **QWEN)
-    assert isinstance(outcome, Outcome), outcome
-    assert outcome.reward == len("three")
-    assert not outcome.finished
-    first, second, third = (prompt for _, prompt in endpoint.calls)
-    assert second.startswith(f"{first}one<|im_end|>")
-    assert third.startswith(f"{second}three<|im_end|>")
-    assert len({name for name, _ in endpoint.calls}) == 1
-    with pytest.raises(RecipeError, match="the taskset has no end, so it needs a size"):
-        load_rows(replace(data, options={}), "split")
 
 
 def test_a_taskset_must_exist_and_have_one_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
