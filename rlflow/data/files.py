@@ -2,14 +2,14 @@
 
 import glob
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlparse
 
 from rlflow.data.encoding import Rows
 from rlflow.data.expansion import check_expansion
-from rlflow.data.folders import check_folder
 from rlflow.data.text_files import SUFFIXES, read_text_files, suffix_of
 from rlflow.errors import RecipeError, first_line
 from rlflow.recipe import Data
@@ -22,6 +22,10 @@ _TYPES = (*SUFFIXES, ".parquet")
 _KINDS = ("json", "csv", "parquet", "text", "cache")
 _FIX_CONTENT = "files need rows: Parquet, CSV, or a JSON object on each line, in UTF-8"
 _FIX_SPLIT = "a single file has only the split 'train'; 'train[:90%]' selects a part of it"
+# The two files of a folder in which the library looks for the names of data files.
+_CARD, _CONFIGS = "README.md", ".huggingface.yaml"
+_LARGEST_CARD = 2**20
+"""Bytes of such a file, at most: a parser of YAML takes seconds for a megabyte."""
 
 
 def is_local(source: str) -> bool:
@@ -146,3 +150,49 @@ def _is_text(loaded: "Dataset", column: str, row: int) -> bool:
         loaded.select_columns(column)[row]
         return True
     return False
+
+
+def check_folder(folder: Path) -> None:
+    """Raise RecipeError for a folder that names data files outside of it, or has files that grow out of proportion."""
+    if glob.has_magic(str(folder)):
+        raise RecipeError("data.source", f"'{folder}' has one of the characters *?[", fix="rename the folder")
+    for name in (_CARD, _CONFIGS):
+        file = folder / name
+        if not file.is_file():
+            continue
+        if file.stat().st_size > _LARGEST_CARD:
+            raise RecipeError("data.source", f"'{file}' is larger than 1 MiB", fix="shorten or remove it")
+        for place in _data_files(file):
+            if urlparse(place).scheme or "::" in place or os.path.isabs(place) or ".." in Path(place).parts:
+                fact = f"'{file}' names the data file '{place}', which is not a path inside of the folder"
+                raise RecipeError("data.source", fact, fix="write a path relative to the folder, such as data/a.jsonl")
+    for file in sorted(folder.rglob("*")):
+        if file.is_file():
+            check_expansion(file)
+
+
+def _data_files(file: Path) -> Iterator[str]:
+    """Yield the paths and patterns of data files that a card or a file of configurations names."""
+    import yaml
+    from huggingface_hub import DatasetCard
+
+    if file.name == _CARD:
+        content: Any = DatasetCard.load(file).data.to_dict()
+    else:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    configs = content.get("configs") if isinstance(content, Mapping) else None
+    seen: set[int] = set()
+    for config in configs if isinstance(configs, list) else ():
+        if isinstance(config, Mapping):
+            yield from _texts(config.get("data_files"), seen)
+            yield from _texts(config.get("data_dir"), seen)
+
+
+def _texts(value: Any, seen: set[int]) -> Iterator[str]:
+    """Yield the texts in nested values, each part once: aliases of YAML may repeat one billions of times."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | Mapping) and id(value) not in seen:
+        seen.add(id(value))
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(inner, seen)

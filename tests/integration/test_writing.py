@@ -118,7 +118,7 @@ def test_rewards_of_parts_are_those_of_the_whole(started: Started, monkeypatch: 
     nodes = tuple(node for node in started.plan.graph.nodes if node.name in ("rollouts", "rewards", "advantages"))
     made = []
     for wait_s in (0.0, 3600.0):
-        monkeypatch.setattr("rlflow.runtime.generation.partial_results._MIN_SECONDS", wait_s)
+        monkeypatch.setattr("rlflow.runtime.generation.early_results._MIN_SECONDS", wait_s)
         outputs: dict[str, Any] = {}
         graph = Graph(nodes=nodes)
         GraphRunner(graph, started.engines).run(graph, {"prompts": prompts((2, 3) * 8)}, outputs.__setitem__)

@@ -1,7 +1,7 @@
 """The arguments of verl's trainer in a shell script, read as Hydra reads them."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -9,7 +9,6 @@ from hydra.errors import HydraException
 
 from rlflow.commands.convert.shell import read_script
 from rlflow.commands.convert.verl_arguments import Arguments
-from rlflow.commands.convert.verl_trainers import check_trainer, trainer_of
 from rlflow.errors import RecipeError
 
 _ARGUMENT = re.compile(r"[+~]{0,2}[\w@/]+(\.[\w@/-]+)+=.*", re.DOTALL)
@@ -18,6 +17,14 @@ _CONFIG_NAME = re.compile(r"((one_step_off_)?ppo|dapo)(_megatron)?_trainer(\.yam
 _HYDRA_OPTION = re.compile(r"(--config-(?:name|path|dir)|-cn|-cp|-cd)(?:=(.*))?")
 # Arguments without a dot that choose a part of verl's configuration.
 _GROUPS = re.compile(r"[\w/]+@[\w.]+|model_engine|actor|critic|ref|rollout|reward|algorithm|data|model")
+# Trainers of verl that are converted.
+_PPO = ("main_ppo", "main_ppo_v0", "main_ppo_sync", "main_dapo", "async_main_ppo")
+# The recipe to write for trainers of another kind, by a part of their name.
+_OTHER_KINDS: Mapping[str, str] = {
+    "sft": "a recipe with algorithm: sft, as recipes/sft_tiny.yaml",
+    "fully_async": "verl.trainer.main_ppo in its place, and in the recipe overlap: {max_staleness: 2, in_flight: keep}",
+    "gkd": "a recipe with algorithm: distill, as recipes/distill_tiny.yaml",
+}
 
 
 def read_arguments(script: str) -> Arguments:
@@ -122,3 +129,39 @@ def _read(word: str) -> tuple[str, Any, str]:
         # The value is not known before the shell has run: $(date).
         value = text
     return key, value, ""
+
+
+def trainer_of(words: Sequence[str]) -> str:
+    """Return the module or file that a command runs; empty if it has none."""
+    for place, word in enumerate(words):
+        if word == "-m" and words[place + 1 :]:
+            return words[place + 1]
+        if word.endswith(".py") and "=" not in word:
+            return word
+    return next((word for word in words if re.fullmatch(r"(.*[./])?main_\w+", word)), "")
+
+
+def check_trainer(trainer: str, values: Mapping[str, Any], remarks: dict[str, str]) -> bool:
+    """Return whether the trainer generates one step ahead. Add a remark for a trainer that is not verl's own.
+
+    Raises RecipeError, which names the trainer, for one with another algorithm or other defaults.
+    """
+    module = trainer.removesuffix(".py").replace("/", ".")
+    name = module.rpartition(".")[2]
+    if not trainer or module.endswith(("verl.trainer.main_ppo", "dapo.main_dapo", "dapo.src.main_dapo")):
+        return False
+    is_one_step_off = "one_step_off" in module
+    if name in _PPO and "fully_async" not in module:
+        if not is_one_step_off:
+            remarks[trainer] = "read as verl.trainer.main_ppo; what it changes is not known to rlflow"
+        return is_one_step_off
+    fact = f"'{trainer}' is a trainer of its own, whose algorithm and defaults are not those of main_ppo"
+    is_of_verl = name.startswith("main") or module.startswith(("verl.", "recipe."))
+    if is_of_verl or "algorithm.adv_estimator" not in values:
+        fix = next(
+            (fix for part, fix in _OTHER_KINDS.items() if part in module),
+            "a recipe of your own; see docs/algorithms.md",
+        )
+        raise RecipeError("script", f"{fact}: it is not converted", known=["main_ppo", "main_dapo"], fix=fix)
+    remarks[trainer] = "is a trainer of its own; its arguments are read as those of verl.trainer.main_ppo"
+    return False

@@ -23,20 +23,18 @@ _ABOUT_FUNCTIONS = ("reward_manager", "reward_kwargs", "launch", "sandbox", "num
 _ZERO = "training uses DeepSpeed; the planner chooses its ZeRO stage (roles.{role}.zero_stage pins it)"
 _PASSES = "the planner chooses the tokens of a pass (roles.{role}.micro_batch_tokens pins them)"
 _PROFILES = "profile= on the command line; see docs/metrics.md"
+_TURNS = "turns are the node converse in place of generate; see docs/environments.md"
+_REWARDS = "rewards are nodes of the graph; see docs/rewards.md"
 _FORMAT = "checkpoints have all that a run needs to resume, and its end exports the model"
+# In these tables a reason has one or more patterns; the first that fits counts.
 _TRAINED: Mapping[str, str] = {
-    "*micro_batch_size*": _PASSES,
-    "*max_token_len_per_gpu": _PASSES,
+    "*micro_batch_size* *max_token_len_per_gpu": _PASSES,
     "*dynamic_bsz": "passes always have about equally many tokens",
     "*offload*": "the planner offloads where memory needs it (roles.{role}.offload pins it)",
     "*gradient_checkpointing*": "the planner decides (roles.{role}.gradient_checkpointing pins it)",
     "*ulysses*": "the planner chooses it (roles.{role}.sequence_parallel_size pins it)",
     "*context_parallel_size": "the planner divides sequences (roles.{role}.sequence_parallel_size pins it)",
-    "*megatron.*": _ZERO,
-    "*fsdp*": _ZERO,
-    "*veomni*": _ZERO,
-    "*torchtitan*": _ZERO,
-    "*strategy": _ZERO,
+    "*megatron.* *fsdp* *veomni* *torchtitan* *strategy": _ZERO,
     "checkpoint.*": _FORMAT,
     "*lora*": "not supported for this role: all of its weights are trained",
     "*.lr_warmup_init": "a warm-up begins at a learning rate of 0",
@@ -52,8 +50,7 @@ _TRAINED: Mapping[str, str] = {
     "nccl_timeout": "roles.{role}.timeout_minutes",
     "freeze_vision*": "images and videos are not read",
     "enable": "the graph says which roles there are",
-    "loss_scale_factor": "every token has the same weight",
-    "loss_agg_mode": "every token has the same weight",
+    "loss_scale_factor loss_agg_mode": "every token has the same weight",
     "shuffle": "rollouts are shuffled in the epochs after the first",
     "data_loader_seed": "every order follows from seed",
 }
@@ -74,23 +71,17 @@ _MODEL: Mapping[str, str] = {
 }
 _BY_ROLE: Mapping[str, Mapping[str, str]] = {
     "rollout": {
-        "log_prob_micro_batch_size*": _PASSES.format(role="actor"),
         "log_prob_*": _PASSES.format(role="actor"),
         "tensor_model_parallel_size": "the planner chooses it (roles.rollout.tensor_parallel_size pins it)",
         "pipeline_model_parallel_size": "the planner chooses it (roles.rollout.pipeline_parallel_size pins it)",
         "*_parallel_size": "the planner chooses how many engines there are, and how many GPUs each has",
         "gpu_memory_utilization": "the planner chooses it (roles.rollout.gpu_memory_utilization pins it)",
-        "enforce_eager": "CUDA graphs are used where memory has room (roles.rollout.eager pins it)",
-        "cudagraph*": "CUDA graphs are used where memory has room (roles.rollout.eager pins it)",
+        "enforce_eager cudagraph*": "CUDA graphs are used where memory has room (roles.rollout.eager pins it)",
         "free_cache_engine": "engines that share GPUs with training release their memory while it runs",
         "multi_stage_wake_up": "engines that share GPUs with training release their memory while it runs",
-        "max_num_batched_tokens": "vLLM's own default is used",
-        "*chunked_prefill": "vLLM's own default is used",
-        "*prefix_caching": "vLLM's own default is used",
-        "scheduling_policy": "vLLM's own default is used",
+        "max_num_batched_tokens *chunked_prefill *prefix_caching scheduling_policy": "vLLM's own default is used",
         "max_num_seqs": "follows from the memory of the KV cache",
-        "max_model_len": "follows from data.max_prompt_tokens and graph.rollouts.max_tokens",
-        "*_length": "follows from data.max_prompt_tokens and graph.rollouts.max_tokens",
+        "max_model_len *_length": "follows from data.max_prompt_tokens and graph.rollouts.max_tokens",
         "dtype": "models.policy.dtype, which is bfloat16 by default",
         "load_format": "weights always come from the trained role",
         "*val*": "evaluation.num_responses, temperature and top_p; one response has the likeliest tokens",
@@ -100,28 +91,21 @@ _BY_ROLE: Mapping[str, Mapping[str, str]] = {
         "top_k": "not supported: all tokens are sampled from, as with -1",
         "do_sample": "graph.rollouts.temperature: 0 takes the likeliest tokens",
         "ignore_eos": "not supported: a response ends with its end token",
-        "*penalty": "not supported: sampling has temperature and top_p",
-        "use_fire_sampling": "not supported: sampling has temperature and top_p",
+        "*penalty use_fire_sampling": "not supported: sampling has temperature and top_p",
         "calculate_log_probs": "engines always return them",
         "logprobs_mode": "engines return those of the distribution that they sample from",
-        "multi_turn*": "turns are the node converse in place of generate; see docs/environments.md",
-        "agent*": "turns are the node converse in place of generate; see docs/environments.md",
-        "chat_scheduler": "turns are the node converse in place of generate; see docs/environments.md",
-        "*layered_summon": "weights go to the engines without a copy of all of them",
-        "checkpoint_engine*": "weights go to the engines without a copy of all of them",
+        "multi_turn* agent* chat_scheduler": _TURNS,
+        "*layered_summon checkpoint_engine*": "weights go to the engines without a copy of all of them",
         "update_weights_bucket*": "weights go to the engines without a copy of all of them",
         "disable_log_stats": "metrics.jsonl has what the engines measured",
         "trace.*": "samples.jsonl has responses of every step",
-        "seed": "every random number follows from seed",
-        "full_determinism": "every random number follows from seed",
+        "seed full_determinism": "every random number follows from seed",
         "skip_tokenizer_init": "engines get and return tokens",
-        "*nnodes": "the planner decides which GPUs generate (roles.rollout.gpus pins their number)",
-        "*gpus_per_node": "the planner decides which GPUs generate (roles.rollout.gpus pins their number)",
+        "*nnodes *gpus_per_node": "the planner decides which GPUs generate (roles.rollout.gpus pins their number)",
         "profiler*": _PROFILES,
         "over_sample_rate": "not supported: every sample is finished",
         "*routing_replay": "not supported: experts are chosen anew in training",
-        "quantization*": "not supported: engines have the weights as they are trained",
-        "qat": "not supported: engines have the weights as they are trained",
+        "quantization* qat": "not supported: engines have the weights as they are trained",
         "prometheus*": "metrics.jsonl has what the engines measured",
         "skip_*": "finished responses are kept in the run's folder and used again when it resumes",
         "disaggregation*": "the planner chooses how many engines there are, and how many GPUs each has",
@@ -137,12 +121,11 @@ _BY_ROLE: Mapping[str, Mapping[str, str]] = {
         "tau_*": "only for the loss sapo",
         "loss_scale_factor": "only for loss_agg_mode=seq-mean-token-sum-norm",
         "use_rollout_log_probs": "without the node old_logprobs, the sampler's own logprobs count",
-        "lora*": "only with actor_rollout_ref.model.lora_rank",
-        "target_modules": "only with actor_rollout_ref.model.lora_rank",
+        "lora* target_modules": "only with actor_rollout_ref.model.lora_rank",
     },
     "reward": {
         "*input_tokenizer": "the reward model must have the policy's tokenizer: it scores the policy's tokens",
-        "*reward_manager*": "rewards are nodes of the graph; see docs/rewards.md",
+        "*reward_manager*": _REWARDS,
         "*max_length": "the reward model scores whole responses",
         "*rollout.*": "the reward model has an engine that scores, and none that generates",
         "*nnodes": "the planner decides which GPUs the reward model has (roles.reward.gpus pins their number)",
@@ -150,7 +133,7 @@ _BY_ROLE: Mapping[str, Mapping[str, str]] = {
         "*resource_pool": "the planner decides which GPUs the reward model has (roles.reward.colocate pins it)",
     },
 }
-# Arguments that are not about a role; the first pattern that fits counts.
+# Arguments that are not about a role.
 _OTHERS: Mapping[str, str] = {
     "algorithm.filter_groups.metric": "groups are compared by graph.rewards, before a penalty for length",
     "algorithm.filter_groups.*": "only with algorithm.filter_groups.enable=True",
@@ -165,30 +148,20 @@ _OTHERS: Mapping[str, str] = {
     "algorithm.norm_adv_by_std_in_grpo": "only for GRPO",
     "algorithm.*pf_ppo*": "not supported: no rollout is weighted by its reward",
     "data.gen_batch_size": "every round generates for the prompts that are missing (expect.rounds for the plan)",
-    "data.val_batch_size": "the whole evaluation is one batch",
-    "data.max_start_length": "turns are the node converse in place of generate; see docs/environments.md",
-    "data.max_obs_length": "turns are the node converse in place of generate; see docs/environments.md",
+    "data.val_batch_size data.validation_shuffle": "the whole evaluation is one batch",
+    "data.max_start_length data.max_obs_length do_search": _TURNS,
     "data.shuffle*": "rows are always shuffled, by the seed",
-    "data.validation_shuffle": "the whole evaluation is one batch",
-    "data.return_*": "not needed",
-    "data.dataloader_num_workers": "not needed",
-    "data.filter_overlong_prompts_workers": "not needed",
+    "data.return_* data.dataloader_num_workers data.filter_overlong_prompts_workers": "not needed",
     "data.trust_remote_code": "no code of a data set is run",
     "data.tokenizer": "the tokenizer is the model's own",
     "data.use_shm": "files are read where they are",
     "data.reward_fn_key": "one reward judges all rows; a function of style verl receives data_source",
-    "data.image_*": "images and videos are not read",
-    "data.video_*": "images and videos are not read",
-    "data.audio_key": "images and videos are not read",
-    "data.mm_*": "images and videos are not read",
-    "data.custom_cls*": "data.source may be a function of your own: package.module:function",
-    "data.datagen*": "data.source may be a function of your own: package.module:function",
+    "data.image_* data.video_* data.audio_key data.mm_*": "images and videos are not read",
+    "data.custom_cls* data.datagen*": "data.source may be a function of your own: package.module:function",
     "data.sampler*": "rows are shuffled, by the seed",
-    "data.train_max_samples": "data.split: 'train[:N]' uses the first N rows",
-    "data.val_max_samples": "evaluation.num_prompts uses the first rows",
-    "data.train_data_num": "data.split: 'train[:N]' uses the first N rows",
-    "data.val_data_num": "evaluation.num_prompts uses the first rows",
-    "data.*tool*": "turns are the node converse in place of generate; see docs/environments.md",
+    "data.train_max_samples data.train_data_num": "data.split: 'train[:N]' uses the first N rows",
+    "data.val_max_samples data.val_data_num": "evaluation.num_prompts uses the first rows",
+    "data.*tool*": _TURNS,
     "actor_rollout_ref.hybrid_engine": "the planner decides which roles share GPUs (roles.rollout.colocate pins it)",
     "actor_rollout_ref.nccl_timeout": "roles.ROLE.timeout_minutes",
     "trainer.logger": "trackers in the recipe, as trackers: [tensorboard, wandb]",
@@ -199,8 +172,7 @@ _OTHERS: Mapping[str, str] = {
     "trainer.test_freq": "nothing is evaluated before data.eval_split names rows for it",
     "trainer.val_before_train": "evaluation begins before training",
     "trainer.val_only": "the recipe trains",
-    "trainer.*generations*": "samples.jsonl has responses of every step",
-    "trainer.*_data_dir": "samples.jsonl has responses of every step",
+    "trainer.*generations* trainer.*_data_dir": "samples.jsonl has responses of every step",
     "trainer.balance_batch": "tokens are always balanced among ranks",
     "trainer.max_critic_ckpt_to_keep": "checkpoints.keep, which counts whole checkpoints",
     "trainer.*ckpt*": "checkpoints.keep says how many checkpoints are kept",
@@ -208,21 +180,16 @@ _OTHERS: Mapping[str, str] = {
     "trainer.device": "the cluster says which GPUs there are",
     "trainer.ray_wait*": "the cluster's own settings; see docs/clusters.md",
     "trainer.rollout_data_dir": "samples.jsonl has responses of every step",
-    "trainer.use_legacy_worker_impl": "not needed",
-    "trainer.use_v1": "not needed",
+    "trainer.use_legacy_worker_impl trainer.use_v1": "not needed",
     "trainer.v1*": "overlap: {max_staleness: 1} generates ahead of training; see docs/clusters.md",
-    "*profile*": _PROFILES,
-    "*nsight*": _PROFILES,
-    "ray_kwargs.*": "the cluster's own settings; see docs/clusters.md",
-    "ray_init.*": "the cluster's own settings; see docs/clusters.md",
+    "*profile* *nsight*": _PROFILES,
+    "ray_kwargs.* ray_init.*": "the cluster's own settings; see docs/clusters.md",
     "*overlong_buffer*.log": "metrics always have it",
     "*overlong_buffer*": "only with overlong_buffer.enable=True",
     "*reward_kwargs.max_resp_len": "a penalty for length has data.max_response_length",
     "*custom_reward_function*": "options of a function are graph.rewards.functions.NAME.options",
     "*sandbox_fusion*": "programs run in rlflow's own sandbox; see docs/rewards.md",
-    "*reward_manager*": "rewards are nodes of the graph; see docs/rewards.md",
-    "*reward_fn*": "rewards are nodes of the graph; see docs/rewards.md",
-    "reward*": "rewards are nodes of the graph; see docs/rewards.md",
+    "*reward_manager* *reward_fn* reward*": _REWARDS,
     "distillation.*": "only with distillation.enabled=True",
     "hydra.*": "options of Hydra are not read",
     "transfer_queue.*": "tokens travel through the hosts' object stores",
@@ -230,16 +197,13 @@ _OTHERS: Mapping[str, str] = {
     "skip.*": "finished responses are kept in the run's folder and used again when it resumes",
     "global_batch_size": "data.batch_size",
     "max_turns": "turns are the node converse in place of generate, with max_turns; see docs/environments.md",
-    "do_search": "turns are the node converse in place of generate; see docs/environments.md",
-    "retriever.*": "turns are the node converse in place of generate; see docs/environments.md",
-    "agent.*": "turns are the node converse in place of generate; see docs/environments.md",
-    "env.*": "turns are the node converse in place of generate; see docs/environments.md",
+    "retriever.* agent.* env.*": _TURNS,
 }
 
 
 def reason_without_place(key: str, roles: Collection[str]) -> str:
     """Return why an argument has no place in a recipe with these roles. A remark names keys of the argument's role."""
-    if reason := _fitting(key, {pattern: why for pattern, why in _OTHERS.items() if "overlong" in pattern}):
+    if reason := _fitting(key, {patterns: why for patterns, why in _OTHERS.items() if "overlong" in patterns}):
         return reason
     beginning = next((beginning for beginning in _ROLES if key.startswith(beginning)), None)
     if beginning is None:
@@ -255,4 +219,6 @@ def reason_without_place(key: str, roles: Collection[str]) -> str:
 
 
 def _fitting(key: str, reasons: Mapping[str, str]) -> str | None:
-    return next((why for pattern, why in reasons.items() if fnmatchcase(key, pattern)), None)
+    return next(
+        (why for patterns, why in reasons.items() if any(fnmatchcase(key, one) for one in patterns.split())), None
+    )

@@ -8,7 +8,7 @@
    Its order follows from the expected lengths of the groups' responses (``length_model``).
 4. A preempted sample is a partial rollout, which any engine can resume (``partial_rollouts``). Its tokens stay in the
    object store; this process only has references.
-5. While engines still generate, finished samples stream to nodes that work on samples or groups (``partial_results``,
+5. While engines still generate, finished samples stream to nodes that work on samples or groups (``early_results``,
    ``streaming_nodes``).
 6. The rollouts are returned in the order of their keys.
 

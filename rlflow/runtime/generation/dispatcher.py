@@ -22,9 +22,8 @@ from rlflow.engines.base import Sampling
 from rlflow.engines.group_progress import GroupProgress
 from rlflow.engines.serving.sessions import pack_rows
 from rlflow.errors import EngineError, EnvironmentFailedError
-from rlflow.runtime.generation.complete_steps import CompleteSteps
+from rlflow.runtime.generation.early_results import CompleteSteps, EarlyResults, PartialResults
 from rlflow.runtime.generation.engine_state import AllEnginesFailedError, Capacity
-from rlflow.runtime.generation.partial_results import EarlyResults, PartialResults
 from rlflow.runtime.generation.partial_rollouts import PartialRollouts
 from rlflow.runtime.generation.scheduler import Scheduler
 from rlflow.runtime.objects.slices import BatchSlice, SharedBatch

@@ -15,7 +15,7 @@ import pytest
 from pyarrow import parquet
 
 from rlflow.data.expansion import check_expansion
-from rlflow.data.folders import check_folder
+from rlflow.data.files import check_folder
 from rlflow.data.source import load_rows
 from rlflow.errors import RecipeError
 from rlflow.recipe import Data

@@ -17,7 +17,7 @@ from rich.text import Text
 
 import rlflow
 from rlflow.report.plan_text import render
-from rlflow.report.report_view import report_html
+from rlflow.report.show import report_html
 from rlflow.runtime.protocols import Report
 from tests.helpers import load
 

@@ -11,7 +11,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from rlflow.data.folders import check_folder
+from rlflow.data.files import check_folder
 from rlflow.data.source import load_rows
 from rlflow.errors import RecipeError
 from rlflow.recipe import Data

@@ -18,8 +18,8 @@ from rlflow.nodes.advantages import GroupAdvantage
 from rlflow.nodes.base import GraphNode, Node
 from rlflow.nodes.dynamic_sampling import DynamicSampling
 from rlflow.nodes.generate import Generate
-from rlflow.runtime.generation import partial_results as listening
-from rlflow.runtime.generation.complete_steps import CompleteSteps
+from rlflow.runtime.generation import early_results as listening
+from rlflow.runtime.generation.early_results import CompleteSteps
 from rlflow.runtime.graph_runner import GraphRunner
 from rlflow.runtime.protocols import Engines, Subscriber
 from rlflow.runtime.ray.role_proxy import RoleProxy
