@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +97,28 @@ class ScriptedEngine:
     def counts_of(self, episode: str) -> list[str]:
         """Return the names that were counted in an episode."""
         return [name for counted, name in self.counts if counted == episode]
+
+
+def post(
+    engine: ScriptedEngine, path: str, body: Any, headers: Mapping[str, str], method: str = "POST"
+) -> tuple[int, Any]:
+    """Return the status and the answer to a body, which is bytes, an object, or None for a request without one."""
+    data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+    connection = HTTPConnection(engine.endpoint.url.removeprefix("http://"), timeout=60)
+    try:
+        connection.request("GET" if body is None else method, path, data, dict(headers))
+        response = connection.getresponse()
+        return response.status, json.loads(response.read())
+    finally:
+        connection.close()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Wait until a condition holds."""
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @pytest.fixture(scope="session")
