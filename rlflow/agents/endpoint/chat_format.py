@@ -12,6 +12,7 @@ import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import product
 from types import FrameType
 from typing import Any
 
@@ -21,7 +22,8 @@ from rlflow.agents.endpoint.history import Message, Turn, to_ids
 from rlflow.errors import EngineError, first_line
 
 _RENDER_S = 10.0  # CPU time to render a chat: a template comes with a model, and a model from anyone
-_MARKER, _THOUGHTS = secrets.token_hex(12), secrets.token_hex(12)
+# Texts that stand for a reply, its thoughts, and a special token that a user or a tool wrote. Nobody can guess them.
+_MARKER, _THOUGHTS, _PLAIN = (secrets.token_hex(12) for _ in range(3))
 _PROBE_TOOL = {
     "type": "function",
     "function": {
@@ -156,10 +158,11 @@ class ChatFormat:
             texts = [self._render_text(messages, tools or []) for messages, tools in _PROBES]
             probes = [self._plain.encode(text) for text in texts]
             default = create_renderer(self._plain, config_from_name("default"))  # this fills the registry
-            for name in base.RENDERER_REGISTRY:
+            # Small models of a family may think only if they are asked to.
+            for name, more in product(base.RENDERER_REGISTRY, ({}, {"enable_thinking": False})):
                 with suppress(Exception):  # the tokenizer lacks tokens of this family
-                    config = config_from_name(name)
-                    renderer = create_renderer(self._plain, config, chat_template_kwargs=self._options)
+                    options = more | self._options
+                    renderer = create_renderer(self._plain, config_from_name(name), chat_template_kwargs=options)
                     if type(renderer) is not type(default) and probes == [
                         renderer.render_ids(messages, tools=tools, add_generation_prompt=True)
                         for messages, tools in _PROBES
@@ -184,7 +187,7 @@ class _PlainTokenizer:
         specials = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         for number, text in enumerate(sorted(specials, key=len, reverse=True)):
             with suppress(Exception):  # a tokenizer of a few characters cannot encode it as text
-                marker = f"{_MARKER}x{number}x"
+                marker = f"{_PLAIN}x{number}x"
                 self._ids[marker] = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
                 self._markers[text] = marker
         self._texts = re.compile("|".join(map(re.escape, self._markers)) or r"(?!)")
@@ -202,11 +205,10 @@ class _PlainTokenizer:
 
     def encode(self, text: str, *_: Any, **__: Any) -> list[int]:
         """Return the tokens of a part of a chat."""
-        if not self._ids or _MARKER not in text:
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
-            return ids
-        parts = [self._ids.get(part) or self.encode(part) for part in self._pattern.split(text) if part]
-        return [token for part in parts for token in part]
+        ids: list[int] = []
+        for part in self._pattern.split(text) if _PLAIN in text else [text]:
+            ids += self._ids.get(part) or self._tokenizer.encode(part, add_special_tokens=False)
+        return ids
 
     def decode(self, ids: Any, *arguments: Any, **options: Any) -> str:
         """Return the text of tokens."""

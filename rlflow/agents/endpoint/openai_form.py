@@ -82,8 +82,9 @@ def read_chat(body: Body) -> Chat:
 
 def _read_message(message: Any) -> Message:
     check(isinstance(message, Mapping), "a message must be an object")
-    role = {"developer": "system", "function": "tool"}.get(message.get("role"), message.get("role"))
-    check(role in ("system", "user", "assistant", "tool"), f"no role {str(role)[:40]!r}")
+    role = str(message.get("role"))
+    role = {"developer": "system", "function": "tool"}.get(role, role)
+    check(role in ("system", "user", "assistant", "tool"), f"no role {role[:40]!r}")
     clean: dict[str, Any] = {"role": role, "content": read_content(message.get("content"))}
     if role == "assistant":
         thoughts = message.get("reasoning_content") or message.get("reasoning")

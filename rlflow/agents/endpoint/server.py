@@ -1,7 +1,9 @@
 """The routes of the endpoint, and who may use them."""
 
+import asyncio
 import json
 import sys
+import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
@@ -15,6 +17,8 @@ from rlflow.agents.endpoint.service import Answer, Service
 from rlflow.errors import first_line
 
 _MAX_BODY = 32 * 2**20
+# A worker may call before the engine's message about its episode arrives.
+_GRACE_S = 1.0
 _ANTHROPIC = "/v1/messages"
 # Types of errors that Anthropic's clients know.
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
@@ -51,7 +55,7 @@ class Server:
                 raise ApiError("only programs on this host are answered", 403)
             if "Content-Encoding" in request.headers:
                 raise ApiError("a compressed body is not read", 415)
-            request["episode"] = self._episodes.find(request.headers)
+            request["episode"] = await self._find_episode(request)
             return await handler(request)
         except ApiError as error:
             return _refuse(request, error)
@@ -62,6 +66,17 @@ class Server:
         except Exception as error:  # whatever it is, a client learns nothing of it
             print(f"{request.method} {request.path}: {first_line(error)}", file=sys.stderr)
             return _refuse(request, ApiError("the endpoint failed", 500))
+
+    async def _find_episode(self, request: web.Request) -> EndpointEpisode | None:
+        """Return the episode of a request, which the engine may not have announced yet. Raises ApiError."""
+        deadline = time.monotonic() + _GRACE_S
+        while True:
+            try:
+                return self._episodes.find(request.headers)
+            except ApiError:
+                if time.monotonic() > deadline:
+                    raise
+            await asyncio.sleep(0.05)
 
     async def _models(self, _: web.Request) -> web.Response:
         model = {"id": self._model, "object": "model", "created": 0, "owned_by": "rlflow"}

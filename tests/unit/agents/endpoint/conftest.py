@@ -64,7 +64,7 @@ class ScriptedEngine:
 
     def start(self, folder: Path) -> None:
         """Start the endpoint for the tokenizer in a folder."""
-        self.model = ModelSpec(str(folder), "policy", max_tokens=4096, turn_tokens=256)
+        self.model = ModelSpec(str(folder), "policy", max_tokens=16384, turn_tokens=256)
         self.endpoint = Endpoint(self.model, self.receive, self.deaths.append)
 
     def open(self, worker_token: str = "worker") -> tuple[str, str]:
@@ -108,7 +108,9 @@ def post(
     try:
         connection.request("GET" if body is None else method, path, data, dict(headers))
         response = connection.getresponse()
-        return response.status, json.loads(response.read())
+        content = response.read()
+        is_stream = response.headers["Content-Type"] == "text/event-stream"
+        return response.status, content if is_stream else json.loads(content)
     finally:
         connection.close()
 
