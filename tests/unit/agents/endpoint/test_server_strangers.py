@@ -14,7 +14,7 @@ from tests.unit.agents.endpoint.conftest import ScriptedEngine, ids_of, post, wa
 pytestmark = pytest.mark.slow  # the endpoint takes some seconds to start
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
-ROUTES = {
+ROUTES: dict[str, Any] = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": {"prompt": "Hi"},
     "/v1/messages": {**CHAT, "max_tokens": 9},
