@@ -30,6 +30,11 @@ class HostSet:
     """The largest buffers for NVLink SHARP on any of the hosts."""
 
     @property
+    def counts_memory(self) -> bool:
+        """Return whether memory is modelled."""
+        return self.memory_gib is not None
+
+    @property
     def usable_gib(self) -> float:
         """Return the memory of each GPU that a plan may use."""
         return usable_gib(self.memory_gib) if self.memory_gib is not None else float("inf")

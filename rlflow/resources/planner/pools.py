@@ -68,7 +68,7 @@ class Pool:
     @property
     def counts_memory(self) -> bool:
         """Return whether memory is modelled."""
-        return self.host_set.memory_gib is not None
+        return self.host_set.counts_memory
 
     def takes_turns(self, layout: Layout) -> bool:
         """Return whether a role with this layout gives up memory while others work."""
@@ -84,7 +84,7 @@ class RoleChoice:
     """The phase in which it needs most memory: generate, score or update."""
     awake: Terms
     """GiB on each of its GPUs in that phase."""
-    idle: Terms
+    idle: Terms = field(default_factory=dict)
     """GiB on each of its GPUs while other roles work."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """The time of each of its nodes."""

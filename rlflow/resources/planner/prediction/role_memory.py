@@ -11,8 +11,9 @@ from rlflow.resources.memory.overheads import Sharp, asleep_terms, process_terms
 from rlflow.resources.memory.phases import host_terms, score_terms, update_terms
 from rlflow.resources.memory.state import Terms, TrainingMemory, persistent_buffers, state_terms, total_gib
 from rlflow.resources.models.architecture import Architecture
-from rlflow.resources.planner.confidence import MEMORY_BANDS, Band, kind_of
-from rlflow.resources.planner.pools import Pool, RoleChoice
+from rlflow.resources.planner.confidence import MEMORY_BANDS, Band, Margin, kind_of
+from rlflow.resources.planner.hosts import HostSet
+from rlflow.resources.planner.pools import Pool, PoolShape, RoleChoice, Shortage
 from rlflow.resources.workload import WeightSync, Workload
 
 # torch rounds every piece of memory that GPUs read directly up to a power of two (ATen/core/CachingHostAllocator.h), so
@@ -48,13 +49,13 @@ def working_terms(demand: Demand, layout: Layout, tokens: float, sharp: Sharp) -
     return score_terms(model, layout, tokens, weight_bytes=demand.weight_bytes, training=demand.training, sharp=sharp)
 
 
-def idle_terms(demand: Demand, layout: Layout, pool: Pool) -> Terms:
-    """Return what a role holds on its GPUs while others work, after torch has released its cache."""
-    model, sharp = demand.architecture, pool.host_set.sharp
-    if not pool.is_shared or model is None or not pool.counts_memory:
+def idle_terms(demand: Demand, layout: Layout, shape: PoolShape, host_set: HostSet) -> Terms:
+    """Return what a role holds on shared GPUs while others work, after torch has released its cache."""
+    model, sharp = demand.architecture, host_set.sharp
+    if model is None or not host_set.counts_memory:
         return {}
     if demand.job == "serve" and "tensor" in demand.parallel:
-        width = demand.pinned("tensor_parallel_size") or pool.shape.largest_group
+        width = demand.pinned("tensor_parallel_size") or shape.largest_group
         return asleep_terms(model, width, sharp, eager=demand.pins.eager is True)
     process = process_terms(layout, sharp)
     if layout.sleeps:
@@ -141,6 +142,21 @@ def sync_needs(
             needed = sum(sync_memory(sync, demands, choices, sharp, same_gpus=True).values())
             idle = (choice for role, choice in choices.items() if role not in (sync.source, sync.target))
             yield sync, needed + sum(sum(choice.idle.values()) for choice in idle)
+
+
+def sync_margin(pool: Pool, choices: Mapping[str, RoleChoice], workload: Workload) -> Margin | Shortage:
+    """Return the margin of the weight sync that needs most."""
+    usable = pool.host_set.usable_gib
+    demands = {demand.role: demand for demand in pool.demands}
+    worst = Margin.SAFE
+    for sync, needed in sync_needs(demands, choices, workload, pool.host_set.sharp):
+        band = memory_band(demands[sync.source], choices[sync.source].layout)
+        margin = next((margin for margin in Margin if needed * band.factor(margin) <= usable), None)
+        if margin is None:
+            what = f"{needed:.0f} GiB while its weights go to {sync.target}, of {usable:.0f} GiB"
+            return Shortage(sync.source, needed - usable, what)
+        worst = max(worst, margin)
+    return worst
 
 
 def largest_micro_batch(gib: Callable[[int], float], fits: int, wanted: int, available: float) -> int:

@@ -5,7 +5,7 @@ from math import inf
 
 from rlflow.resources.demand import Demand
 from rlflow.resources.layout import Layout, Offload
-from rlflow.resources.planner.pools import Pool, Shortage
+from rlflow.resources.planner.pools import PoolShape, Shortage
 
 # Micro-batches on CPUs, where memory is not modelled.
 CPU_MICRO_BATCH_TOKENS = 2048
@@ -24,27 +24,34 @@ class PoolPolicy:
     shards_scorers: bool = True
     """Models that only score are sharded, instead of complete on every GPU."""
 
+    def state_of(self, demand: Demand) -> "tuple[int, Offload] | None":
+        """Return the ZeRO stage of a role and the state that it offloads; None where its engine has no such options."""
+        pins, trains = demand.pins, demand.job == "train"
+        if demand.job == "serve" or "data" not in demand.parallel:
+            return None
+        stage = self.zero_stage if trains else (3 if self.shards_scorers else 0)
+        # A model that only scores can offload nothing except its weights.
+        offload: Offload = self.offload if trains or self.offload == "weights" else "none"
+        return (
+            stage if pins.zero_stage == "auto" else pins.zero_stage,
+            offload if pins.offload == "auto" else pins.offload,
+        )
 
-def base_layout(demand: Demand, policy: PoolPolicy, pool: Pool) -> Layout:
-    """Return the layout of a role without what depends on the memory that is left."""
-    pins = demand.pins
-    spread = "data" in demand.parallel
-    trains = demand.job == "train"
-    stage = policy.zero_stage if trains else (3 if policy.shards_scorers else 0)
-    # A model that only scores can offload nothing except its weights.
-    offload: Offload = policy.offload if trains or policy.offload == "weights" else "none"
+
+def base_layout(demand: Demand, state: tuple[int, Offload] | None, shape: PoolShape) -> Layout:
+    """Return the layout of a role with its ZeRO stage and offloaded state, without what depends on memory."""
+    stage, offload = state or (None, None)
     tensor, stages, sequence = (
         demand.pinned(f"{way}_parallel_size") or 1 for way in ("tensor", "pipeline", "sequence")
     )
     return Layout(
         tensor_parallel_size=tensor,
         pipeline_parallel_size=stages,
-        data_parallel_size=demand.pinned("data_parallel_size") or max(1, pool.shape.groups(tensor * stages * sequence)),
+        data_parallel_size=demand.pinned("data_parallel_size") or max(1, shape.groups(tensor * stages * sequence)),
         sequence_parallel_size=sequence,
-        zero_stage=(stage if pins.zero_stage == "auto" else pins.zero_stage) if spread else None,
-        offload=(offload if pins.offload == "auto" else pins.offload) if spread else None,
+        zero_stage=stage,
+        offload=offload,
         micro_batch_tokens=CPU_MICRO_BATCH_TOKENS,
-        sleeps=policy.sleeps and pool.is_shared and spread and demand.job != "serve",
     )
 
 
@@ -65,13 +72,13 @@ def stages_from_pins(demand: Demand, group: int) -> int | None:
     return stages if demand.architecture is None or stages <= demand.architecture.num_hidden_layers else None
 
 
-def with_copies(demand: Demand, pool: Pool, base: Layout, sequence: int, stages: int) -> Layout | Shortage:
+def with_copies(demand: Demand, shape: PoolShape, base: Layout, sequence: int, stages: int) -> Layout | Shortage:
     """Return the layout with these degrees, and with as many copies as pinned or as the pool has room for.
 
     A pinned number of GPUs is used in full.
     """
     size = base.tensor_parallel_size * sequence
-    room = pool.shape.groups(size) // stages
+    room = shape.groups(size) // stages
     copies = demand.pinned("data_parallel_size") or room
     if copies < 1 or copies > room:
         groups = f"groups of {size} GPUs inside hosts" if size > 1 else "GPUs"

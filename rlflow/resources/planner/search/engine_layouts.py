@@ -8,8 +8,8 @@ from math import ceil, floor, inf
 from rlflow.resources.demand import Demand
 from rlflow.resources.layout import Layout
 from rlflow.resources.memory.phases import EngineMemory, StepLimits, generate_memory
-from rlflow.resources.memory.state import Terms
-from rlflow.resources.planner.pools import Pool, RoleChoice, Shortage
+from rlflow.resources.planner.hosts import HostSet
+from rlflow.resources.planner.pools import PoolShape, RoleChoice, Shortage
 from rlflow.resources.planner.prediction.task_times import MAX_NUM_SEQS, task_seconds
 from rlflow.resources.planner.search.degrees import CPU_MICRO_BATCH_TOKENS, group_sizes, stages_from_pins, with_copies
 from rlflow.resources.workload import Task
@@ -22,47 +22,45 @@ _STAGES = (2, 4, 8)
 
 
 def engine_options(
-    demand: Demand, tasks: Sequence[Task], base: Layout, idle: Terms, pool: Pool
+    demand: Demand, tasks: Sequence[Task], base: Layout, shape: PoolShape, host_set: HostSet
 ) -> Iterator["EngineOption | Shortage"]:
     """Yield the options of a role that generates: tensor parallelism, and pipeline stages."""
-    sizes = _tensor_sizes(demand, pool)
+    sizes = _tensor_sizes(demand, shape)
     degrees = [
         (size, stages_from_pins(demand, size * base.sequence_parallel_size) or base.pipeline_parallel_size)
         for size in sizes
     ]
     model = demand.architecture
-    if demand.pinned("pipeline_parallel_size") is None and model is not None and pool.counts_memory:
+    if demand.pinned("pipeline_parallel_size") is None and model is not None and host_set.counts_memory:
         degrees += [(size, stages) for size in sizes for stages in _STAGES if stages <= model.num_hidden_layers]
     # Stages leave more memory for the KV cache. A full batch is no faster with them, nor is what is left of it.
     fastest: dict[int, EngineOption] = {}
     for size, stages in degrees:
-        layout = _layout(demand, base, pool, size, stages)
+        layout = with_copies(demand, shape, _layout(demand, size, host_set), base.sequence_parallel_size, stages)
         if isinstance(layout, Shortage):
             yield layout
         else:
             bound = fastest.get(size) if demand.pinned("data_parallel_size") is None else None
-            option = EngineOption(demand, tasks, pool, layout, idle, bound)
+            option = EngineOption(demand, tasks, host_set, layout, bound)
             fastest.setdefault(size, option)
             yield option
 
 
-def _tensor_sizes(demand: Demand, pool: Pool) -> list[int]:
+def _tensor_sizes(demand: Demand, shape: PoolShape) -> list[int]:
     """Return the pinned size, or those that divide the heads and fit a host."""
     if (pinned := demand.pinned("tensor_parallel_size")) is not None:
         return [pinned]
-    return group_sizes(demand, pool.shape.largest_group) if demand.architecture else [1]
+    return group_sizes(demand, shape.largest_group) if demand.architecture else [1]
 
 
-def _layout(demand: Demand, base: Layout, pool: Pool, tensor: int, stages: int) -> Layout | Shortage:
-    """Return the layout of engines with these degrees, without its memory."""
+def _layout(demand: Demand, tensor: int, host_set: HostSet) -> Layout:
+    """Return the layout of engines of a size, without their number and their memory."""
     tokens, eager, serves = demand.pins.micro_batch_tokens, demand.pins.eager, "tensor" in demand.parallel
-    layout = Layout(
+    return Layout(
         tensor_parallel_size=tensor,
         micro_batch_tokens=CPU_MICRO_BATCH_TOKENS if tokens == "auto" else tokens,
-        eager=(not pool.counts_memory if eager == "auto" else eager) if serves else None,
-        sleeps=pool.is_shared and serves and pool.counts_memory,
+        eager=(not host_set.counts_memory if eager == "auto" else eager) if serves else None,
     )
-    return with_copies(demand, pool, layout, base.sequence_parallel_size, stages)
 
 
 @dataclass(frozen=True)
@@ -71,9 +69,8 @@ class EngineOption:
 
     demand: Demand
     tasks: Sequence[Task]
-    pool: Pool
+    host_set: HostSet
     layout: Layout
-    idle: Terms
     fastest: "EngineOption | None" = None
     """Engines without pipeline stages on the same GPUs, which are as fast where memory is no limit."""
     _by_share: dict[float, RoleChoice | Shortage] = field(default_factory=dict, compare=False, repr=False)
@@ -84,18 +81,12 @@ class EngineOption:
         return self._seconds(inf)
 
     def choose(self, available: float) -> RoleChoice | Shortage:
-        """Return the choice with ``gpu_memory_utilization`` as pinned, or in steps of 0.05.
-
-        That is all that is left on GPUs of its own, and otherwise no more than its samples need: each turn on shared
-        GPUs releases the KV cache and takes it again.
-        """
-        demand, layout, memory_gib = self.demand, self.layout, self.pool.host_set.memory_gib
+        """Return the choice with ``gpu_memory_utilization`` as pinned, or in steps of 0.05 all that is left."""
+        demand, memory_gib = self.demand, self.host_set.memory_gib
         if demand.architecture is None or memory_gib is None:
-            return RoleChoice(layout, "generate", {}, self.idle, self.seconds)
+            return RoleChoice(self.layout, "generate", {}, seconds=self.seconds)
         wanted = demand.pins.gpu_memory_utilization
         left = min(_MAX_UTILIZATION, floor(available / memory_gib * 20 + 1e-9) / 20)
-        if wanted == "auto" and self.pool.is_shared and "tensor" in demand.parallel:
-            left = min(left, self._needed_share)
         share = left if wanted == "auto" else wanted
         if share <= 0:
             return Shortage(demand.role, -available, "the other roles on its GPUs leave no memory")
@@ -110,7 +101,7 @@ class EngineOption:
     def _serve(self, share: float) -> RoleChoice | Shortage:
         """Return the choice with a ``gpu_memory_utilization``."""
         demand, tasks = self.demand, self.tasks
-        model, memory_gib = demand.architecture, self.pool.host_set.memory_gib
+        model, memory_gib = demand.architecture, self.host_set.memory_gib
         assert model is not None
         assert memory_gib is not None
         layout = replace(self.layout, gpu_memory_utilization=share)
@@ -132,19 +123,25 @@ class EngineOption:
             layout = replace(layout, gpu_memory_utilization=None)
             filled = sequences * (longest + states) / memory.kv_tokens
             terms = terms | {"kv": terms["kv"] * min(1.0, filled)}
-        return RoleChoice(layout, "generate", terms, self.idle, seconds, memory.kv_tokens, concurrency)
+        return RoleChoice(
+            layout, "generate", terms, seconds=seconds, kv_tokens=memory.kv_tokens, concurrency=concurrency
+        )
 
     @cached_property
-    def _needed_share(self) -> float:
-        """Return the ``gpu_memory_utilization`` whose KV cache holds all samples, each as long as the longest."""
-        model, memory_gib = self.demand.architecture, self.pool.host_set.memory_gib
-        assert model is not None
-        assert memory_gib is not None
+    def enough_gib(self) -> float:
+        """Return the memory whose KV cache holds all samples, each as long as the longest; infinite where it is pinned.
+
+        On shared GPUs more is a loss: each turn releases the KV cache and takes it again.
+        """
+        model, memory_gib = self.demand.architecture, self.host_set.memory_gib
+        pinned = self.demand.pins.gpu_memory_utilization != "auto"
+        if pinned or model is None or memory_gib is None or "tensor" not in self.demand.parallel:
+            return inf
         memory = self._memory(1.0)
         tokens = self._sequences * (self._longest + model.state_tokens(self.layout.tensor_parallel_size))
         besides = sum(gib for term, gib in memory.terms.items() if term != "kv")
         needed = _ENGINE_ERROR * besides + (memory_gib - besides) * tokens / max(1.0, memory.kv_tokens)
-        return ceil(needed / memory_gib * 20 - 1e-9) / 20
+        return ceil(needed / memory_gib * 20 - 1e-9) / 20 * memory_gib
 
     @cached_property
     def _longest(self) -> int:
@@ -157,7 +154,7 @@ class EngineOption:
         return min(MAX_NUM_SEQS, max(shares, default=1.0))
 
     def _memory(self, share: float) -> EngineMemory:
-        demand, host_set = self.demand, self.pool.host_set
+        demand, host_set = self.demand, self.host_set
         assert demand.architecture is not None
         assert host_set.memory_gib is not None
         return generate_memory(
@@ -171,4 +168,4 @@ class EngineOption:
         )
 
     def _seconds(self, kv_tokens: float) -> Mapping[str, float]:
-        return task_seconds(self.demand, self.tasks, self.layout, self.pool.host_set.speed, kv_tokens=kv_tokens)
+        return task_seconds(self.demand, self.tasks, self.layout, self.host_set.speed, kv_tokens=kv_tokens)

@@ -8,7 +8,8 @@ from math import ceil, inf
 from rlflow.resources.demand import Demand
 from rlflow.resources.layout import Layout
 from rlflow.resources.memory.state import Terms, total_gib
-from rlflow.resources.planner.pools import Pool, RoleChoice, Shortage
+from rlflow.resources.planner.hosts import HostSet
+from rlflow.resources.planner.pools import PoolShape, RoleChoice, Shortage
 from rlflow.resources.planner.prediction.role_memory import largest_micro_batch, working_terms
 from rlflow.resources.planner.prediction.task_times import task_seconds
 from rlflow.resources.planner.search.degrees import (
@@ -25,12 +26,12 @@ _NEGLIGIBLE = 0.01
 
 
 def model_options(
-    demand: Demand, tasks: Sequence[Task], base: Layout, idle: Terms, pool: Pool
+    demand: Demand, tasks: Sequence[Task], base: Layout, shape: PoolShape, host_set: HostSet
 ) -> Iterator["ModelOption | Shortage"]:
     """Yield the options of a role that trains or scores: sequence parallelism and checkpointing."""
     # On as many GPUs, more ranks for a sequence, and checkpointing, save memory and no time.
     fastest: ModelOption | None = None
-    for layout in _sequence_layouts(demand, base, pool):
+    for layout in _sequence_layouts(demand, base, shape):
         if isinstance(layout, Shortage):
             yield layout
         elif layout.offload == "weights" and layout.zero_stage != 3:
@@ -38,16 +39,16 @@ def model_options(
         else:
             if fastest is not None and layout.num_gpus != fastest.layout.num_gpus:
                 fastest = None
-            for checkpointing in _checkpointing_layouts(demand, layout, pool):
-                option = ModelOption(demand, tasks, pool, checkpointing, idle, fastest)
+            for checkpointing in _checkpointing_layouts(demand, layout, host_set):
+                option = ModelOption(demand, tasks, host_set, checkpointing, fastest)
                 fastest = fastest or option
                 yield option
 
 
-def _checkpointing_layouts(demand: Demand, layout: Layout, pool: Pool) -> Iterator[Layout]:
+def _checkpointing_layouts(demand: Demand, layout: Layout, host_set: HostSet) -> Iterator[Layout]:
     """Yield the layout without checkpointing, and with checkpointing of all, half, or a quarter of the layers."""
     pinned = demand.pins.gradient_checkpointing if demand.job == "train" else False
-    if pinned == "auto" and not pool.counts_memory:
+    if pinned == "auto" and not host_set.counts_memory:
         pinned = False
     if pinned is not True:
         yield layout
@@ -60,13 +61,13 @@ def _checkpointing_layouts(demand: Demand, layout: Layout, pool: Pool) -> Iterat
             yield replace(layout, gradient_checkpointing=True, kept_layers=kept_layers)
 
 
-def _sequence_layouts(demand: Demand, base: Layout, pool: Pool) -> Iterator[Layout | Shortage]:
+def _sequence_layouts(demand: Demand, base: Layout, shape: PoolShape) -> Iterator[Layout | Shortage]:
     """Yield layouts with each sequence parallelism that divides the heads and fits a host (Jacobs et al. 2023)."""
     pinned = demand.pinned("sequence_parallel_size")
-    sizes = [pinned] if pinned else group_sizes(demand, min(pool.shape.largest_group, pool.shape.num_gpus))
+    sizes = [pinned] if pinned else group_sizes(demand, min(shape.largest_group, shape.num_gpus))
     for size in sizes if demand.architecture else sizes[:1]:
         stages = stages_from_pins(demand, base.tensor_parallel_size * size) or base.pipeline_parallel_size
-        yield with_copies(demand, pool, base, size, stages)
+        yield with_copies(demand, shape, base, size, stages)
 
 
 @dataclass(frozen=True)
@@ -78,14 +79,14 @@ class ModelOption:
 
     demand: Demand
     tasks: Sequence[Task]
-    pool: Pool
+    host_set: HostSet
     layout: Layout
-    idle: Terms
-    fastest: "ModelOption | None"
+    fastest: "ModelOption | None" = None
     """An option that is at least as fast where memory is no limit."""
     _terms_by_tokens: dict[int, Terms] = field(default_factory=dict, compare=False, repr=False)
+    _seconds_by_tokens: dict[int, Mapping[str, float]] = field(default_factory=dict, compare=False, repr=False)
 
-    @cached_property
+    @property
     def seconds(self) -> Mapping[str, float]:
         """Return the time of each node with the largest micro-batch that the role can use."""
         return self._seconds(self._most)
@@ -108,8 +109,8 @@ class ModelOption:
         tokens = max(min(self._least, self._most), min(most, self._most))
         layout = replace(self.layout, micro_batch_tokens=tokens)
         awake = self._terms(max(self._longest_expected, tokens))
-        seconds = self.seconds if tokens == self._most else self._seconds(tokens)
-        return RoleChoice(layout, "update" if self.demand.job == "train" else "score", awake, self.idle, seconds)
+        phase = "update" if self.demand.job == "train" else "score"
+        return RoleChoice(layout, phase, awake, seconds=self._seconds(tokens))
 
     def _as_fast(self, tokens: int) -> int:
         """Return a half, a quarter and so on of the tokens, as long as that is hardly slower."""
@@ -136,7 +137,7 @@ class ModelOption:
         pinned = self.demand.pins.micro_batch_tokens
         if pinned != "auto":
             return pinned
-        if not self.pool.counts_memory:
+        if not self.host_set.counts_memory:
             return max(self._longest_expected, CPU_MICRO_BATCH_TOKENS)
         ranks = self.layout.data_parallel_size
         shares = (ceil(task.tokens * task.epochs / task.minibatches / ranks) for task in self.tasks)
@@ -144,10 +145,10 @@ class ModelOption:
 
     def _terms(self, tokens: int) -> Terms:
         """Return the memory terms at the peak of a micro-batch."""
-        if self.demand.architecture is None or not self.pool.counts_memory:
+        if self.demand.architecture is None or not self.host_set.counts_memory:
             return {}
         if tokens not in self._terms_by_tokens:
-            sharp = self.pool.host_set.sharp
+            sharp = self.host_set.sharp
             self._terms_by_tokens[tokens] = working_terms(self.demand, self.layout, tokens, sharp)
         return self._terms_by_tokens[tokens]
 
@@ -155,5 +156,8 @@ class ModelOption:
         return total_gib(self._terms(tokens))
 
     def _seconds(self, tokens: int) -> Mapping[str, float]:
-        layout = replace(self.layout, micro_batch_tokens=tokens)
-        return task_seconds(self.demand, self.tasks, layout, self.pool.host_set.speed, kv_tokens=inf)
+        if tokens not in self._seconds_by_tokens:
+            layout = replace(self.layout, micro_batch_tokens=tokens)
+            seconds = task_seconds(self.demand, self.tasks, layout, self.host_set.speed, kv_tokens=inf)
+            self._seconds_by_tokens[tokens] = seconds
+        return self._seconds_by_tokens[tokens]

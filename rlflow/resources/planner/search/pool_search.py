@@ -1,15 +1,16 @@
 """The best use of one pool by its roles."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from itertools import product
 from math import inf, isinf
 
 from rlflow.resources.demand import Demand
-from rlflow.resources.layout import Layout, Offload
+from rlflow.resources.layout import Offload
+from rlflow.resources.memory.state import total_gib
 from rlflow.resources.planner.confidence import Margin
 from rlflow.resources.planner.pools import Pool, PoolUse, RoleChoice, Shortage
-from rlflow.resources.planner.prediction.role_memory import available_gib, host_memory, memory_band, sync_needs
+from rlflow.resources.planner.prediction.role_memory import available_gib, host_memory, memory_band, sync_margin
 from rlflow.resources.planner.prediction.task_times import with_turn
 from rlflow.resources.planner.search.degrees import PoolPolicy, base_layout
 from rlflow.resources.planner.search.layout_search import LayoutSearch
@@ -20,33 +21,35 @@ _OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "weights")
 
 
 class LayoutSearches:
-    """The layout searches of the roles of pools that have the same GPUs, each made once."""
+    """The layout searches of roles on the same GPUs, which do not depend on the roles beside them, each made once."""
 
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
-        self._by_policy: dict[tuple[str, bool, PoolPolicy], LayoutSearch] = {}
-        self._by_base: dict[tuple[str, bool, Layout], LayoutSearch] = {}
+        self._searches: dict[object, LayoutSearch] = {}
+        self._least_seconds: dict[str, Mapping[str, float]] = {}
 
     def of(self, demand: Demand, policy: PoolPolicy, pool: Pool) -> LayoutSearch:
         """Return the search of a role under a policy; policies that do not differ for the role share it."""
-        role = (demand.role, pool.is_shared)
-        if (*role, policy) not in self._by_policy:
-            base = base_layout(demand, policy, pool)
-            if (*role, base) not in self._by_base:
-                self._by_base[*role, base] = LayoutSearch(demand, self._workload.of(demand.role), base, pool)
-            self._by_policy[*role, policy] = self._by_base[*role, base]
-        return self._by_policy[*role, policy]
+        state = policy.state_of(demand)
+        if (demand.role, state) not in self._searches:
+            base, tasks = base_layout(demand, state, pool.shape), self._workload.of(demand.role)
+            self._searches[demand.role, state] = LayoutSearch(demand, tasks, base, pool.shape, pool.host_set)
+        return self._searches[demand.role, state]
+
+    def least_seconds(self, demand: Demand, pool: Pool) -> Mapping[str, float]:
+        """Return times that no node of a role is faster than: those with nothing offloaded."""
+        if demand.role not in self._least_seconds:
+            searches = [self.of(demand, policy, pool) for policy in _policies((demand,), "none")]
+            nodes = searches[0].least_node_seconds
+            self._least_seconds[demand.role] = {
+                node: min(search.least_node_seconds[node] for search in searches) for node in nodes
+            }
+        return self._least_seconds[demand.role]
 
 
 def least_seconds(pool: Pool, searches: LayoutSearches) -> Mapping[str, float]:
-    """Return times that no node is faster than in any use of a pool: those with nothing offloaded or asleep."""
-    seconds: dict[str, float] = {}
-    for policy in _policies(pool, "none"):
-        if not policy.sleeps:
-            for demand in pool.demands:
-                for node, least in searches.of(demand, policy, pool).least_node_seconds.items():
-                    seconds[node] = min(least, seconds.get(node, inf))
-    return seconds
+    """Return times that no node is faster than in any use of a pool."""
+    return {node: least for demand in pool.demands for node, least in searches.least_seconds(demand, pool).items()}
 
 
 def best_use(pool: Pool, workload: Workload, searches: LayoutSearches) -> PoolUse | Shortage:
@@ -59,13 +62,14 @@ def best_use(pool: Pool, workload: Workload, searches: LayoutSearches) -> PoolUs
     best: PoolUse | None = None
     for offload in _OFFLOADS:
         without = best
-        for policy in _policies(pool, offload):
+        for policy in _policies(pool.demands, offload):
             below = best.total if best is not None and best.margin is Margin.SAFE else inf
             use = _use_under(policy, pool, workload, searches, below)
             if isinstance(use, Shortage):
                 shortages.append(use)
                 continue
-            use = with_fewer_turns(pool, use, workload, _sync_margin)
+            under = {demand.role: searches.of(demand, policy, pool) for demand in pool.demands}
+            use = with_fewer_turns(pool, use, workload, under)
             if (without is None or use.margin < without.margin) and (
                 best is None or (use.margin, use.total) < (best.margin, best.total)
             ):
@@ -77,10 +81,10 @@ def best_use(pool: Pool, workload: Workload, searches: LayoutSearches) -> PoolUs
     return best or min(shortages, key=lambda shortage: shortage.gib)
 
 
-def _policies(pool: Pool, offload: Offload) -> Iterator[PoolPolicy]:
-    spread = any("data" in demand.parallel for demand in pool.demands)
-    jobs = {demand.job for demand in pool.demands}
-    sleeping = (False, True) if pool.is_shared and spread else (False,)
+def _policies(demands: Collection[Demand], offload: Offload) -> Iterator[PoolPolicy]:
+    spread = any("data" in demand.parallel for demand in demands)
+    jobs = {demand.job for demand in demands}
+    sleeping = (False, True) if len(demands) > 1 and spread else (False,)
     stages = (2, 3) if "train" in jobs and spread else (3,)
     sharding = (False, True) if "score" in jobs and spread else (True,)
     if offload == "weights":
@@ -96,24 +100,36 @@ def _use_under(
 ) -> PoolUse | Shortage:
     """Return the best use of a pool under one policy, if it can take less than ``below`` seconds."""
     layouts = {demand.role: searches.of(demand, policy, pool) for demand in pool.demands}
-    idle_gib = sum(search.idle_gib for search in layouts.values())
+    sleeps = {demand.role: _sleeps(demand, policy, pool) for demand in pool.demands}
+    idle = {role: search.idle(sleeps=sleeps[role]) if pool.is_shared else {} for role, search in layouts.items()}
+    idle_gib = {role: total_gib(terms) for role, terms in idle.items()}
     least_seconds = sum(search.least_seconds for search in layouts.values())
     choices = {}
     for demand in pool.demands:
         if least_seconds >= below:
             return Shortage(demand.role, inf, "another policy is as fast")
-        search = layouts[demand.role]
-        choice = _safest(demand, pool, search, idle_gib - search.idle_gib)
+        search, role = layouts[demand.role], demand.role
+        choice = _safest(demand, pool, search, sum(idle_gib.values()) - idle_gib[role])
         if isinstance(choice, Shortage):
             return choice
-        choices[demand.role] = choice = with_turn(choice, demand, pool)
+        layout = replace(choice.layout, sleeps=sleeps[role])
+        choices[role] = choice = with_turn(replace(choice, layout=layout, idle=idle[role]), demand, pool)
         least_seconds += sum(choice.seconds.values()) - search.least_seconds
     margins = [choice.margin for choice in choices.values()]
-    for margin in (_host_margin(pool, choices, workload), _sync_margin(pool, choices, workload)):
+    for margin in (_host_margin(pool, choices, workload), sync_margin(pool, choices, workload)):
         if isinstance(margin, Shortage):
             return margin
         margins.append(margin)
     return PoolUse(choices, max(margins))
+
+
+def _sleeps(demand: Demand, policy: PoolPolicy, pool: Pool) -> bool:
+    """Return whether a role gives up its memory while others work: engines always do, other roles as decided."""
+    if not pool.is_shared:
+        return False
+    if demand.job == "serve":
+        return "tensor" in demand.parallel and pool.counts_memory
+    return policy.sleeps and "data" in demand.parallel
 
 
 def _safest(demand: Demand, pool: Pool, search: LayoutSearch, idle_gib: float) -> RoleChoice | Shortage:
@@ -121,7 +137,7 @@ def _safest(demand: Demand, pool: Pool, search: LayoutSearch, idle_gib: float) -
     band = memory_band(demand, search.base)
     shortage: Shortage | None = None
     for margin in Margin:
-        choice = search.best(available_gib(demand, pool, idle_gib, band.factor(margin)))
+        choice = search.best(available_gib(demand, pool, idle_gib, band.factor(margin)), is_shared=pool.is_shared)
         if isinstance(choice, RoleChoice):
             return replace(choice, margin=margin)
         if margin is Margin.EXPECTED or shortage is None:
@@ -139,18 +155,3 @@ def _host_margin(pool: Pool, choices: Mapping[str, RoleChoice], workload: Worklo
         what = f"{offloaded:.0f} GiB of host memory for each GPU, of {pool.host_set.host_gib:.0f}"
         return Shortage(pool.demands[0].role, offloaded - pool.host_set.host_gib, what)
     return Margin.SAFE if offloaded <= pool.host_set.assumed_host_gib else Margin.EXPECTED
-
-
-def _sync_margin(pool: Pool, choices: Mapping[str, RoleChoice], workload: Workload) -> Margin | Shortage:
-    """Return the margin of the weight sync that needs most."""
-    usable = pool.host_set.usable_gib
-    demands = {demand.role: demand for demand in pool.demands}
-    worst = Margin.SAFE
-    for sync, needed in sync_needs(demands, choices, workload, pool.host_set.sharp):
-        band = memory_band(demands[sync.source], choices[sync.source].layout)
-        margin = next((margin for margin in Margin if needed * band.factor(margin) <= usable), None)
-        if margin is None:
-            what = f"{needed:.0f} GiB while its weights go to {sync.target}, of {usable:.0f} GiB"
-            return Shortage(sync.source, needed - usable, what)
-        worst = max(worst, margin)
-    return worst
