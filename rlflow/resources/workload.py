@@ -52,6 +52,11 @@ class Task:
         return self.samples * (self.prompts.mean + self.responses.mean)
 
     @cached_property
+    def computed_share(self) -> float:
+        """Return the share of its tokens that a pass computes: rows of a prompt share its tokens."""
+        return self.samples * (self.prompts.mean / self.group_size + self.responses.mean) / self.tokens
+
+    @cached_property
     def turn_lengths(self) -> tuple[tuple[Lengths, Lengths], ...]:
         """Return the lengths of context and new tokens in each turn.
 

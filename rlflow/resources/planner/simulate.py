@@ -89,50 +89,50 @@ class StepScheduler:
 
     def schedule(self, seconds: Mapping[str, float]) -> Schedule:
         """Return the schedule of a step; ``seconds`` has every node and weight sync."""
-        times = self._times(np.array([[seconds[node]] for node in self.nodes]))
+        starts, ends, waits = self._times(np.array([[seconds[node]] for node in self.nodes]).reshape(-1, 1))
         spans = [
             TaskSpan(
                 node=node,
-                start=float(start[0]),
-                end=float(end[0]),
+                start=start,
+                end=end,
                 pools=pools,
-                waits_for=None if waits[0] < 0 else self.nodes[waits[0]],
+                waits_for=None if waited < 0 else self.nodes[waited],
             )
-            for node, pools, (start, end, waits) in zip(self.nodes, self._pools, times, strict=True)
+            for node, pools, start, end, waited in zip(
+                self.nodes, self._pools, starts[:, 0].tolist(), ends[:, 0].tolist(), waits[:, 0].tolist(), strict=True
+            )
         ]
         return Schedule(tuple(spans), self._num_pools)
 
     def step_seconds(self, seconds: FloatArray) -> FloatArray:
         """Return the lengths of many steps [S]; ``seconds`` has a row for each node and weight sync [N, S]."""
-        ends = [end for _, end, _ in self._times(seconds)]
-        return np.max(ends, axis=0) if ends else np.zeros(seconds.shape[1])
+        _, ends, _ = self._times(seconds)
+        longest: FloatArray = np.max(ends, axis=0, initial=0.0)
+        return longest
 
-    def _times(self, seconds: FloatArray) -> list[tuple[FloatArray, FloatArray, IntArray]]:
+    def _times(self, seconds: FloatArray) -> tuple[FloatArray, FloatArray, IntArray]:
         """Return the start and the end of each node in each step, and the node whose end is its start, or -1."""
-        times: list[tuple[FloatArray, FloatArray, IntArray]] = []
+        starts, ends, waits = np.zeros_like(seconds), np.zeros_like(seconds), np.full(seconds.shape, -1)
         last_on: dict[int, int] = {}
         for index, (needed, pools, after) in enumerate(zip(seconds, self._pools, self._after, strict=True)):
-            idle, waits = self._latest([last_on[pool] for pool in pools if pool in last_on], times, needed)
-            ready, last = self._latest(after, times, needed)
+            idle, last_idle = self._latest([last_on[pool] for pool in pools if pool in last_on], ends)
+            ready, last = self._latest(after, ends)
             is_late = ready > idle
-            start, waits = np.where(is_late, ready, idle), np.where(is_late, last, waits)
+            start, waits[index] = np.where(is_late, ready, idle), np.where(is_late, last, last_idle)
             end = start + needed
             if self._streams[index] and after:
-                first_parts = [times[node][0] + (times[node][1] - times[node][0]) / PARTS for node in after]
-                streamed = np.maximum(np.maximum(idle, np.max(first_parts, axis=0)) + needed, ready + needed / PARTS)
+                first_parts = starts[after] + (ends[after] - starts[after]) / PARTS
+                streamed = np.maximum(np.maximum(idle, first_parts.max(axis=0)) + needed, ready + needed / PARTS)
                 end = np.where(is_late, streamed, end)
                 start = np.where(is_late, end - needed, start)
-            times.append((start, end, waits))
+            starts[index], ends[index] = start, end
             last_on |= dict.fromkeys(pools, index)
-        return times
+        return starts, ends, waits
 
     @staticmethod
-    def _latest(
-        nodes: Sequence[int], times: Sequence[tuple[FloatArray, FloatArray, IntArray]], like: FloatArray
-    ) -> tuple[FloatArray, IntArray]:
+    def _latest(nodes: Sequence[int], ends: FloatArray) -> tuple[FloatArray, IntArray]:
         """Return when the last of some nodes ends in each step, and which that is: the first of several; -1: none."""
-        latest, last = np.zeros_like(like), np.full(like.shape, -1)
-        for node in nodes:
-            is_later = (times[node][1] > latest) | (last < 0)
-            latest, last = np.where(is_later, times[node][1], latest), np.where(is_later, node, last)
-        return latest, last
+        if not nodes:
+            return np.zeros(ends.shape[1]), np.full(ends.shape[1], -1)
+        ends_of_nodes = ends[nodes]
+        return ends_of_nodes.max(axis=0), np.array(nodes)[ends_of_nodes.argmax(axis=0)]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from rlflow.resources.planner.candidate import SearchResult
 from rlflow.resources.planner.inputs import PlannerInputs
-from rlflow.resources.planner.prediction.task_times import computed_share, generations
+from rlflow.resources.planner.prediction.task_times import generations
 from rlflow.resources.time.work import forward_work, training_passes
 from rlflow.resources.workload import Task
 
@@ -48,7 +48,7 @@ def _mfu(inputs: PlannerInputs, result: SearchResult, task: Task, seconds: float
     peak = inputs.cluster.peak_flops([host.name for host in host_set.hosts])
     if demand.architecture is None or peak is None or not seconds:
         return None
-    tokens = task.tokens * task.epochs * computed_share(task)
+    tokens = task.tokens * task.epochs * task.computed_share
     passes = training_passes(adapters=demand.training.lora is not None)
     operations = passes * forward_work(demand.architecture).flops(tokens, task.typical_length)
     return operations / (seconds * result.roles[role].layout.num_gpus * peak)

@@ -8,7 +8,7 @@ from rlflow.resources.layout import Layout, RolePlacement
 from rlflow.resources.memory.processes import LOCAL_PROCESS, Phase, RoleOnCpu, process_phases
 from rlflow.resources.memory.state import Terms
 from rlflow.resources.planner.inputs import PlannerInputs
-from rlflow.resources.planner.prediction.task_times import DEFAULT_NUM_SEQS, computed_share
+from rlflow.resources.planner.prediction.task_times import DEFAULT_NUM_SEQS
 from rlflow.resources.time.speed import Speed
 from rlflow.resources.workload import Task, Workload
 
@@ -73,7 +73,7 @@ def _on_cpus(
 def _pass_tokens(task: Task, layout: Layout) -> float:
     """Return the tokens that a micro-batch computes: those of a prompt once for its samples."""
     of_rank = task.tokens * task.epochs / task.minibatches / layout.data_parallel_size
-    return computed_share(task) * min(of_rank, layout.micro_batch_tokens)
+    return task.computed_share * min(of_rank, layout.micro_batch_tokens)
 
 
 def _role_on_cpu(demand: Demand, workload: Workload, placement: RolePlacement) -> RoleOnCpu | None:

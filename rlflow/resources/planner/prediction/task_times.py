@@ -80,9 +80,11 @@ def _seconds_of(demand: Demand, task: Task, layout: Layout, speed: Speed, kv_tok
 def _work_seconds(demand: Demand, task: Task, layout: Layout, speed: Speed, kv_tokens: float) -> float:
     model = demand.architecture
     assert model is not None
-    batch = PassBatch(tokens=task.tokens, length=task.typical_length, computed=computed_share(task))
+    epochs, minibatches = (task.epochs, task.minibatches) if task.kind == "update" else (1, 1)
+    batch = PassBatch(
+        tokens=task.tokens * epochs, length=task.typical_length, computed=task.computed_share, minibatches=minibatches
+    )
     if task.kind == "update":
-        batch = replace(batch, tokens=task.tokens * task.epochs, minibatches=task.minibatches)
         return training(model, layout, speed, batch, engine_kernels(demand, layout, speed)).seconds
     if task.kind == "score":
         return scoring(model, layout, speed, batch, engine_kernels(demand, layout, speed)).seconds
@@ -178,11 +180,6 @@ def decode_profile(demand: Demand, task: Task, layout: Layout, speed: Speed, kv_
         prefill=first.prefill_seconds,
         prefill_token=decoder.prefill(speed, prompt_tokens, task.prompts.mean) / prompt_tokens / workers,
     )
-
-
-def computed_share(task: Task) -> float:
-    """Return the share of a task's tokens that a pass computes: rows of a prompt share its tokens."""
-    return task.samples * (task.prompts.mean / task.group_size + task.responses.mean) / task.tokens
 
 
 def host_task_seconds(task: Task, demands: Iterable[Demand], speed: Speed, num_hosts: int = 1) -> float:

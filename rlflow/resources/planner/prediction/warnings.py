@@ -42,13 +42,14 @@ def _pool_warnings(inputs: PlannerInputs, result: SearchResult, index: int) -> I
     if idle > _MUCH_IDLE:
         yield f"{', '.join(roles)}: idle for {idle:.0%} of the step"
     bundles = {bundle for role in roles for bundle in result.roles[role].bundles}
-    kinds = sorted({host.gpu for host in inputs.cluster.hosts if host.name in {bundle.host for bundle in bundles}})
+    on_hosts = Counter(bundle.host for bundle in bundles)
+    kinds = sorted({host.gpu for host in inputs.cluster.hosts if host.name in on_hosts})
     if len(kinds) > 1:
         yield f"{', '.join(roles)} on {' and '.join(kinds)}: all run at the speed of the slowest"
     for role in roles:
         unused = candidate.gpus[index] - candidate.choices[role].layout.num_gpus
         if unused and "data" in inputs.demands[role].parallel:
-            pool = Counter(bundle.host for bundle in bundles)
+            pool = on_hosts
             if candidate.gpus[index] == sum(len(host.usable) for host in inputs.cluster.hosts):
                 pool = Counter({host.name: len(host.usable) for host in inputs.cluster.hosts})
             reason = _idle_reason(inputs, candidate.choices[role].layout, pool, unused)

@@ -43,7 +43,7 @@ class LayoutSearch:
         self._options = sorted(timed, key=lambda entry: entry[:2])
         self.least_seconds = min(bounds)
         """The least time of all nodes together, with as much memory as the role can use."""
-        fastest = [option.fastest or option for _, _, option in timed]
+        fastest = [option for _, _, option in timed if option.fastest is None]
         self.least_node_seconds: Mapping[str, float] = {
             task.node: min((option.seconds[task.node] for option in fastest), default=inf) for task in tasks
         }
@@ -71,6 +71,7 @@ class LayoutSearch:
 
     def staying(self, choice: RoleChoice, tokens: int) -> RoleChoice:
         """Return a choice with at most so many tokens in a micro-batch, which holds its memory all the time."""
+        tokens = min(tokens, choice.layout.micro_batch_tokens)
         key = (choice.layout, choice.kv_tokens, tokens)
         if key not in self._staying:
             self._staying[key] = self._find_staying(choice, tokens)
@@ -83,8 +84,7 @@ class LayoutSearch:
             speed, kv_tokens = self._host_set.speed, choice.kv_tokens
             seconds = task_seconds(demand, self._tasks, layout, speed, kv_tokens=kv_tokens)
             return replace(choice, layout=layout, idle=choice.awake, seconds=seconds)
-        most = min(tokens, layout.micro_batch_tokens)
-        staying = ModelOption(demand, self._tasks, self._host_set, layout).with_tokens(most)
+        staying = ModelOption(demand, self._tasks, self._host_set, layout).with_tokens(tokens)
         cached = 0.0
         if demand.job == "train":
             used = staying.layout.micro_batch_tokens

@@ -84,9 +84,10 @@ class ModelOption:
     fastest: "ModelOption | None" = None
     """An option that is at least as fast where memory is no limit."""
     _terms_by_tokens: dict[int, Terms] = field(default_factory=dict, compare=False, repr=False)
+    _by_tokens: dict[int, RoleChoice] = field(default_factory=dict, compare=False, repr=False)
     _seconds_by_tokens: dict[int, Mapping[str, float]] = field(default_factory=dict, compare=False, repr=False)
 
-    @property
+    @cached_property
     def seconds(self) -> Mapping[str, float]:
         """Return the time of each node with the largest micro-batch that the role can use."""
         return self._seconds(self._most)
@@ -107,10 +108,12 @@ class ModelOption:
     def with_tokens(self, most: int) -> RoleChoice:
         """Return the choice with at most so many tokens in a micro-batch, but with the longest sequence."""
         tokens = max(min(self._least, self._most), min(most, self._most))
-        layout = replace(self.layout, micro_batch_tokens=tokens)
-        awake = self._terms(max(self._longest_expected, tokens))
-        phase = "update" if self.demand.job == "train" else "score"
-        return RoleChoice(layout, phase, awake, seconds=self._seconds(tokens))
+        if tokens not in self._by_tokens:
+            layout = replace(self.layout, micro_batch_tokens=tokens)
+            awake = self._terms(max(self._longest_expected, tokens))
+            phase = "update" if self.demand.job == "train" else "score"
+            self._by_tokens[tokens] = RoleChoice(layout, phase, awake, seconds=self._seconds(tokens))
+        return self._by_tokens[tokens]
 
     def _as_fast(self, tokens: int) -> int:
         """Return a half, a quarter and so on of the tokens, as long as that is hardly slower."""

@@ -98,29 +98,32 @@ def _policies(demands: Collection[Demand], offload: Offload) -> Iterator[PoolPol
 def _use_under(
     policy: PoolPolicy, pool: Pool, workload: Workload, searches: LayoutSearches, below: float
 ) -> PoolUse | Shortage:
-    """Return the best use of a pool under one policy, if it can take less than ``below`` seconds."""
+    """Return the best use of a pool under one policy, if it can take less than ``below`` seconds without turns."""
     layouts = {demand.role: searches.of(demand, policy, pool) for demand in pool.demands}
+    least_seconds = sum(search.least_seconds for search in layouts.values())
+    is_slower = Shortage(pool.demands[0].role, inf, "another policy is as fast")
+    if least_seconds >= below:
+        return is_slower
     sleeps = {demand.role: _sleeps(demand, policy, pool) for demand in pool.demands}
     idle = {role: search.idle(sleeps=sleeps[role]) if pool.is_shared else {} for role, search in layouts.items()}
     idle_gib = {role: total_gib(terms) for role, terms in idle.items()}
-    least_seconds = sum(search.least_seconds for search in layouts.values())
     choices = {}
     for demand in pool.demands:
-        if least_seconds >= below:
-            return Shortage(demand.role, inf, "another policy is as fast")
         search, role = layouts[demand.role], demand.role
         choice = _safest(demand, pool, search, sum(idle_gib.values()) - idle_gib[role])
         if isinstance(choice, Shortage):
             return choice
-        layout = replace(choice.layout, sleeps=sleeps[role])
-        choices[role] = choice = with_turn(replace(choice, layout=layout, idle=idle[role]), demand, pool)
+        choices[role] = replace(choice, layout=replace(choice.layout, sleeps=sleeps[role]), idle=idle[role])
         least_seconds += sum(choice.seconds.values()) - search.least_seconds
+        if least_seconds >= below:
+            return is_slower
     margins = [choice.margin for choice in choices.values()]
     for margin in (_host_margin(pool, choices, workload), sync_margin(pool, choices, workload)):
         if isinstance(margin, Shortage):
             return margin
         margins.append(margin)
-    return PoolUse(choices, max(margins))
+    in_turns = {demand.role: with_turn(choices[demand.role], demand, pool) for demand in pool.demands}
+    return PoolUse(in_turns, max(margins))
 
 
 def _sleeps(demand: Demand, policy: PoolPolicy, pool: Pool) -> bool:

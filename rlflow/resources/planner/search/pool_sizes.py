@@ -1,6 +1,7 @@
 """The sizes of pools that share a cluster: pinned ones, and a grid for open pools, the last of which gets the rest."""
 
 from collections.abc import Sequence
+from functools import cache
 from math import comb
 
 from rlflow.resources.planner.search.pool_pins import PoolPins
@@ -24,11 +25,12 @@ def pool_sizes(pins: Sequence[PoolPins], limits: Sequence[int], total: int) -> l
     num_open = sum(pool.sizes is None for pool in pins)
     grain = _grain(num_open, total)
 
-    def next_sizes(sizes: Sequence[int]) -> list[int]:
-        """Return the sizes of the next pool in order."""
-        index, later = order[len(sizes)], order[len(sizes) + 1 :]
+    @cache
+    def next_sizes(place: int, taken: int) -> list[int]:
+        """Return the sizes of a pool at a place in the order, after pools that have taken so many GPUs."""
+        index, later = order[place], order[place + 1 :]
         lowest, pinned = least[index], pins[index].sizes
-        highest = min(limits[index], total - sum(sizes) - sum(least[pool] for pool in later))
+        highest = min(limits[index], total - taken - sum(least[pool] for pool in later))
         if pinned is not None:
             tried = set(pinned)
         elif len(pins) == 1:
@@ -42,8 +44,8 @@ def pool_sizes(pins: Sequence[PoolPins], limits: Sequence[int], total: int) -> l
         return sorted(size for size in tried if max(1, lowest) <= size <= highest)
 
     combinations: list[tuple[int, ...]] = [()]
-    for _ in pins:
-        combinations = [(*sizes, size) for sizes in combinations for size in next_sizes(sizes)]
+    for place in range(len(pins)):
+        combinations = [(*sizes, size) for sizes in combinations for size in next_sizes(place, sum(sizes))]
     places = [order.index(index) for index in range(len(pins))]
     return [tuple(sizes[place] for place in places) for sizes in combinations]
 

@@ -48,7 +48,8 @@ def _side_by_side(pool: Pool, use: PoolUse, workload: Workload, searches: Mappin
     if least > pool.host_set.usable_gib:
         return None
     best: PoolUse | None = None
-    for tokens in _MICRO_BATCHES:
+    largest = max(choice.layout.micro_batch_tokens for choice in use.choices.values())
+    for tokens in sorted({min(tokens, largest) for tokens in _MICRO_BATCHES}):
         choices = {role: search.staying(use.choices[role], tokens) for role, search in searches.items()}
         if not _fits(pool, choices) or sync_margin(pool, choices, workload) is not Margin.SAFE:
             break
