@@ -287,10 +287,13 @@ def host_terms(
 
     ``offloads``: all state moves to the host while others use the GPU.
     """
-    placed = state_terms(model, layout, training)
-    whole = state_terms(model, replace(layout, offload="none"), training)
-    away = {name: whole[name] if offloads else whole[name] - placed[name] for name in whole}
-    if layout.offload in ("optimizer", "weights"):
+    away = dict.fromkeys(("weights", "gradients", "optimizer"), 0.0)
+    is_partly_away = layout.offload in ("optimizer", "weights")
+    if offloads or is_partly_away:
+        placed = state_terms(model, layout, training)
+        whole = state_terms(model, replace(layout, offload="none"), training)
+        away = {name: whole[name] if offloads else whole[name] - placed[name] for name in whole}
+    if is_partly_away:
         # The optimizer holds an fp32 copy of the gradients on the host, beside their accumulation buffer.
         fp32 = state_terms(model, replace(layout, offload="none"), replace(training, optimizer=4))
         away["gradients"] += fp32["optimizer"]

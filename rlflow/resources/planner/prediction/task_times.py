@@ -80,15 +80,14 @@ def _seconds_of(demand: Demand, task: Task, layout: Layout, speed: Speed, kv_tok
 def _work_seconds(demand: Demand, task: Task, layout: Layout, speed: Speed, kv_tokens: float) -> float:
     model = demand.architecture
     assert model is not None
+    if task.kind == "generate":
+        return sum(turn.seconds for turn in generations(demand, task, layout, speed, kv_tokens))
     epochs, minibatches = (task.epochs, task.minibatches) if task.kind == "update" else (1, 1)
     batch = PassBatch(
         tokens=task.tokens * epochs, length=task.typical_length, computed=task.computed_share, minibatches=minibatches
     )
-    if task.kind == "update":
-        return training(model, layout, speed, batch, engine_kernels(demand, layout, speed)).seconds
-    if task.kind == "score":
-        return scoring(model, layout, speed, batch, engine_kernels(demand, layout, speed)).seconds
-    return sum(turn.seconds for turn in generations(demand, task, layout, speed, kv_tokens))
+    predict = training if task.kind == "update" else scoring
+    return predict(model, layout, speed, batch, engine_kernels(demand, layout, speed)).seconds
 
 
 def engine_kernels(demand: Demand, layout: Layout, speed: Speed) -> Kernels:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil, floor, inf
+from typing import ClassVar
 
 from rlflow.resources.demand import Demand
 from rlflow.resources.layout import Layout
@@ -73,6 +74,8 @@ class EngineOption:
     layout: Layout
     fastest: "EngineOption | None" = None
     """Engines without pipeline stages on the same GPUs, which are as fast where memory is no limit."""
+    caution: ClassVar[float] = 1.0
+    """The factor of its times in comparisons."""
     _by_share: dict[float, RoleChoice | Shortage] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property

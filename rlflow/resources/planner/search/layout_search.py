@@ -8,7 +8,6 @@ from rlflow.resources.demand import Demand
 from rlflow.resources.layout import Layout
 from rlflow.resources.memory.phases import cached_gib
 from rlflow.resources.memory.state import Terms
-from rlflow.resources.planner.confidence import TIME_ERROR
 from rlflow.resources.planner.hosts import HostSet
 from rlflow.resources.planner.pools import PoolShape, RoleChoice, Shortage
 from rlflow.resources.planner.prediction.role_memory import idle_terms
@@ -38,7 +37,7 @@ class LayoutSearch:
                 self._shortages.append(option)
             else:
                 bounds.append(sum((option.fastest or option).seconds.values()))
-                timed.append((self._cautious(bounds[-1], option.layout), index, option))
+                timed.append((option.caution * bounds[-1], index, option))
         # Among equally fast options, the first has the least tensor and sequence parallelism.
         self._options = sorted(timed, key=lambda entry: entry[:2])
         self.least_seconds = min(bounds)
@@ -84,7 +83,8 @@ class LayoutSearch:
             speed, kv_tokens = self._host_set.speed, choice.kv_tokens
             seconds = task_seconds(demand, self._tasks, layout, speed, kv_tokens=kv_tokens)
             return replace(choice, layout=layout, idle=choice.awake, seconds=seconds)
-        staying = ModelOption(demand, self._tasks, self._host_set, layout).with_tokens(tokens)
+        kept_layers = layout.kept_layers if layout.gradient_checkpointing else None
+        staying = ModelOption(demand, self._tasks, self._host_set, layout, kept_layers).with_tokens(tokens)
         cached = 0.0
         if demand.job == "train":
             used = staying.layout.micro_batch_tokens
@@ -99,7 +99,7 @@ class LayoutSearch:
             if best is not None:
                 if (bound, index) > best[:2]:
                     break
-                if (self._cautious(sum(option.seconds.values()), option.layout), index) > best[:2]:
+                if (option.caution * sum(option.seconds.values()), index) > best[:2]:
                     continue
             room = available
             if is_shared and isinstance(option, EngineOption):
@@ -108,17 +108,7 @@ class LayoutSearch:
             if isinstance(choice, Shortage):
                 shortages.append(choice)
                 continue
-            seconds = self._cautious(sum(choice.seconds.values()), option.layout)
+            seconds = option.caution * sum(choice.seconds.values())
             if best is None or (seconds, index) < best[:2]:
                 best = seconds, index, choice
         return best[2] if best else min(shortages, key=lambda shortage: shortage.gib, default=self._no_option)
-
-    def _cautious(self, seconds: float, layout: Layout) -> float:
-        """Return the seconds, plus the error of predicted times as far as an update keeps activations.
-
-        Gradient checkpointing saves memory for certain, and costs time only as far as the prediction is right.
-        """
-        model = self._demand.architecture
-        if self._demand.job != "train" or model is None:
-            return seconds
-        return seconds * (1 + TIME_ERROR * (1 - layout.recomputed_share(model.num_hidden_layers)))

@@ -8,6 +8,7 @@ from math import ceil, inf
 from rlflow.resources.demand import Demand
 from rlflow.resources.layout import Layout
 from rlflow.resources.memory.state import Terms, total_gib
+from rlflow.resources.planner.confidence import TIME_ERROR
 from rlflow.resources.planner.hosts import HostSet
 from rlflow.resources.planner.pools import PoolShape, RoleChoice, Shortage
 from rlflow.resources.planner.prediction.role_memory import largest_micro_batch, working_terms
@@ -31,34 +32,33 @@ def model_options(
     """Yield the options of a role that trains or scores: sequence parallelism and checkpointing."""
     # On as many GPUs, more ranks for a sequence, and checkpointing, save memory and no time.
     fastest: ModelOption | None = None
+    kept = _kept_layers(demand, host_set)
     for layout in _sequence_layouts(demand, base, shape):
         if isinstance(layout, Shortage):
             yield layout
         elif layout.offload == "weights" and layout.zero_stage != 3:
             yield Shortage(demand.role, inf, "weights can be offloaded in ZeRO stage 3 only")
         else:
-            if fastest is not None and layout.num_gpus != fastest.layout.num_gpus:
+            if fastest is not None and layout.num_gpus != fastest.degrees.num_gpus:
                 fastest = None
-            for checkpointing in _checkpointing_layouts(demand, layout, host_set):
-                option = ModelOption(demand, tasks, host_set, checkpointing, fastest)
+            for kept_layers in kept:
+                option = ModelOption(demand, tasks, host_set, layout, kept_layers, fastest)
                 fastest = fastest or option
                 yield option
 
 
-def _checkpointing_layouts(demand: Demand, layout: Layout, host_set: HostSet) -> Iterator[Layout]:
-    """Yield the layout without checkpointing, and with checkpointing of all, half, or a quarter of the layers."""
+def _kept_layers(demand: Demand, host_set: HostSet) -> list[int | None]:
+    """Return the numbers of layers to keep with checkpointing: none, half, three quarters; None: no checkpointing."""
     pinned = demand.pins.gradient_checkpointing if demand.job == "train" else False
     if pinned == "auto" and not host_set.counts_memory:
         pinned = False
-    if pinned is not True:
-        yield layout
-    if pinned is not False:
-        num_layers = demand.architecture.num_hidden_layers if demand.architecture else 1
-        kept = {0, num_layers // 2, num_layers * 3 // 4} if pinned == "auto" else {0}
-        if demand.pins.kept_layers != "auto":
-            kept = {min(demand.pins.kept_layers, num_layers)}
-        for kept_layers in sorted(kept):
-            yield replace(layout, gradient_checkpointing=True, kept_layers=kept_layers)
+    if pinned is False:
+        return [None]
+    num_layers = demand.architecture.num_hidden_layers if demand.architecture else 1
+    kept = {0, num_layers // 2, num_layers * 3 // 4} if pinned == "auto" else {0}
+    if demand.pins.kept_layers != "auto":
+        kept = {min(demand.pins.kept_layers, num_layers)}
+    return [*([None] if pinned == "auto" else []), *sorted(kept)]
 
 
 def _sequence_layouts(demand: Demand, base: Layout, shape: PoolShape) -> Iterator[Layout | Shortage]:
@@ -80,17 +80,45 @@ class ModelOption:
     demand: Demand
     tasks: Sequence[Task]
     host_set: HostSet
-    layout: Layout
+    degrees: Layout
+    """Its layout without checkpointing and the size of micro-batches."""
+    kept_layers: int | None
+    """The layers whose activations are kept with gradient checkpointing; None: there is no checkpointing."""
     fastest: "ModelOption | None" = None
     """An option that is at least as fast where memory is no limit."""
     _terms_by_tokens: dict[int, Terms] = field(default_factory=dict, compare=False, repr=False)
-    _by_tokens: dict[int, RoleChoice] = field(default_factory=dict, compare=False, repr=False)
-    _seconds_by_tokens: dict[int, Mapping[str, float]] = field(default_factory=dict, compare=False, repr=False)
+    _timed_by_tokens: dict[int, tuple[Layout, Mapping[str, float]]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+
+    @cached_property
+    def caution(self) -> float:
+        """Return the factor of its times in comparisons: their error, as far as an update keeps activations.
+
+        Gradient checkpointing saves memory for certain, and costs time only as far as the prediction is right.
+        """
+        if self.demand.job != "train" or self.demand.architecture is None:
+            return 1.0
+        kept_share = 1.0
+        if self.kept_layers is not None:
+            kept_share = self.kept_layers / self.demand.architecture.num_hidden_layers
+        return 1 + TIME_ERROR * kept_share
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Return its layout with the largest micro-batch that the role can use."""
+        checkpoints, kept_layers = self.kept_layers is not None, self.kept_layers or 0
+        return replace(
+            self.degrees,
+            gradient_checkpointing=checkpoints,
+            kept_layers=kept_layers,
+            micro_batch_tokens=self._most,
+        )
 
     @cached_property
     def seconds(self) -> Mapping[str, float]:
-        """Return the time of each node with the largest micro-batch that the role can use."""
-        return self._seconds(self._most)
+        """Return the time of each node in this layout."""
+        return self._timed(self._most)[1]
 
     def choose(self, available: float) -> RoleChoice | Shortage:
         """Return the choice with the largest micro-batch that fits, or a smaller one that is hardly slower."""
@@ -108,17 +136,14 @@ class ModelOption:
     def with_tokens(self, most: int) -> RoleChoice:
         """Return the choice with at most so many tokens in a micro-batch, but with the longest sequence."""
         tokens = max(min(self._least, self._most), min(most, self._most))
-        if tokens not in self._by_tokens:
-            layout = replace(self.layout, micro_batch_tokens=tokens)
-            awake = self._terms(max(self._longest_expected, tokens))
-            phase = "update" if self.demand.job == "train" else "score"
-            self._by_tokens[tokens] = RoleChoice(layout, phase, awake, seconds=self._seconds(tokens))
-        return self._by_tokens[tokens]
+        layout, seconds = self._timed(tokens)
+        awake = self._terms(max(self._longest_expected, tokens))
+        return RoleChoice(layout, "update" if self.demand.job == "train" else "score", awake, seconds=seconds)
 
     def _as_fast(self, tokens: int) -> int:
         """Return a half, a quarter and so on of the tokens, as long as that is hardly slower."""
-        most = (1 + _NEGLIGIBLE) * sum(self._seconds(tokens).values())
-        while tokens // 2 >= self._least and sum(self._seconds(tokens // 2).values()) <= most:
+        most = (1 + _NEGLIGIBLE) * sum(self._timed(tokens)[1].values())
+        while tokens // 2 >= self._least and sum(self._timed(tokens // 2)[1].values()) <= most:
             tokens //= 2
         return tokens
 
@@ -142,7 +167,7 @@ class ModelOption:
             return pinned
         if not self.host_set.counts_memory:
             return max(self._longest_expected, CPU_MICRO_BATCH_TOKENS)
-        ranks = self.layout.data_parallel_size
+        ranks = self.degrees.data_parallel_size
         shares = (ceil(task.tokens * task.epochs / task.minibatches / ranks) for task in self.tasks)
         return max(self._least, min(MAX_MICRO_BATCH_TOKENS, max(shares, default=1)))
 
@@ -158,9 +183,10 @@ class ModelOption:
     def _gib(self, tokens: int) -> float:
         return total_gib(self._terms(tokens))
 
-    def _seconds(self, tokens: int) -> Mapping[str, float]:
-        if tokens not in self._seconds_by_tokens:
-            layout = replace(self.layout, micro_batch_tokens=tokens)
+    def _timed(self, tokens: int) -> tuple[Layout, Mapping[str, float]]:
+        """Return the layout with a size of micro-batches, and the time of each node."""
+        if tokens not in self._timed_by_tokens:
+            layout = self.layout if tokens == self._most else replace(self.layout, micro_batch_tokens=tokens)
             seconds = task_seconds(self.demand, self.tasks, layout, self.host_set.speed, kv_tokens=inf)
-            self._seconds_by_tokens[tokens] = seconds
-        return self._seconds_by_tokens[tokens]
+            self._timed_by_tokens[tokens] = layout, seconds
+        return self._timed_by_tokens[tokens]

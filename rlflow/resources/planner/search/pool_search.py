@@ -110,18 +110,20 @@ def _use_under(
     choices = {}
     for demand in pool.demands:
         search, role = layouts[demand.role], demand.role
-        choice = _safest(demand, pool, search, sum(idle_gib.values()) - idle_gib[role])
-        if isinstance(choice, Shortage):
-            return choice
-        choices[role] = replace(choice, layout=replace(choice.layout, sleeps=sleeps[role]), idle=idle[role])
+        safest = _safest(demand, pool, search, sum(idle_gib.values()) - idle_gib[role])
+        if isinstance(safest, Shortage):
+            return safest
+        choice, margin = safest
+        layout = replace(choice.layout, sleeps=True) if sleeps[role] else choice.layout
+        choices[role] = replace(choice, layout=layout, idle=idle[role], margin=margin)
         least_seconds += sum(choice.seconds.values()) - search.least_seconds
         if least_seconds >= below:
             return is_slower
     margins = [choice.margin for choice in choices.values()]
-    for margin in (_host_margin(pool, choices, workload), sync_margin(pool, choices, workload)):
-        if isinstance(margin, Shortage):
-            return margin
-        margins.append(margin)
+    for pool_margin in (_host_margin(pool, choices, workload), sync_margin(pool, choices, workload)):
+        if isinstance(pool_margin, Shortage):
+            return pool_margin
+        margins.append(pool_margin)
     in_turns = {demand.role: with_turn(choices[demand.role], demand, pool) for demand in pool.demands}
     return PoolUse(in_turns, max(margins))
 
@@ -135,14 +137,14 @@ def _sleeps(demand: Demand, policy: PoolPolicy, pool: Pool) -> bool:
     return policy.sleeps and "data" in demand.parallel
 
 
-def _safest(demand: Demand, pool: Pool, search: LayoutSearch, idle_gib: float) -> RoleChoice | Shortage:
+def _safest(demand: Demand, pool: Pool, search: LayoutSearch, idle_gib: float) -> tuple[RoleChoice, Margin] | Shortage:
     """Return the best choice with the safest margin that any has; ``idle_gib`` is held by other roles on its GPUs."""
     band = memory_band(demand, search.base)
     shortage: Shortage | None = None
     for margin in Margin:
         choice = search.best(available_gib(demand, pool, idle_gib, band.factor(margin)), is_shared=pool.is_shared)
         if isinstance(choice, RoleChoice):
-            return replace(choice, margin=margin)
+            return choice, margin
         if margin is Margin.EXPECTED or shortage is None:
             shortage = choice
         if isinf(choice.gib):

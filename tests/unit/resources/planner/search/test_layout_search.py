@@ -9,9 +9,8 @@ from rlflow.resources.models.architecture import Architecture
 from rlflow.resources.planner.confidence import TIME_ERROR
 from rlflow.resources.planner.hosts import select_hosts
 from rlflow.resources.planner.pools import Pool, PoolShape, RoleChoice, Shortage
-from rlflow.resources.planner.prediction.role_memory import idle_terms
 from rlflow.resources.planner.search.degrees import PoolPolicy, base_layout
-from rlflow.resources.planner.search.engine_layouts import engine_options
+from rlflow.resources.planner.search.engine_layouts import EngineOption, engine_options
 from rlflow.resources.planner.search.layout_search import LayoutSearch
 from rlflow.resources.planner.search.model_layouts import MAX_MICRO_BATCH_TOKENS, model_options
 from rlflow.resources.workload import Workload
@@ -37,13 +36,24 @@ def work_of(made: Pool, longest: int) -> Workload:
     return workload(made.demands, longest=longest)
 
 
+def search_of(role: Demand, work: Workload, policy: PoolPolicy, made: Pool) -> LayoutSearch:
+    base = base_layout(role, policy.state_of(role), made.shape)
+    return LayoutSearch(role, work.of(role.role), base, made.shape, made.host_set)
+
+
+def engines_of(role: Demand, work: Workload, made: Pool) -> list[EngineOption | Shortage]:
+    base = base_layout(role, None, made.shape)
+    return list(engine_options(role, work.of(role.role), base, made.shape, made.host_set))
+
+
 def best_of_all(role: Demand, work: Workload, policy: PoolPolicy, made: Pool, available: float) -> RoleChoice | None:
     """Return the fastest of all options, with the error of times added where an update keeps all activations."""
-    base = base_layout(role, policy, made)
+    base = base_layout(role, policy.state_of(role), made.shape)
     options = engine_options if role.job == "serve" else model_options
     best: tuple[float, RoleChoice] | None = None
-    for option in options(role, work.of(role.role), base, idle_terms(role, base, made), made):
-        choice = option if isinstance(option, Shortage) else option.choose(available)
+    for option in options(role, work.of(role.role), base, made.shape, made.host_set):
+        enough = option.enough_gib if isinstance(option, EngineOption) else available
+        choice = option if isinstance(option, Shortage) else option.choose(min(available, enough))
         if isinstance(choice, RoleChoice):
             layout, layers = choice.layout, role.architecture.num_hidden_layers if role.architecture else 1
             keeps = layout.kept_layers / layers if layout.gradient_checkpointing else float(choice.phase == "update")
@@ -62,20 +72,19 @@ def test_no_option_that_is_left_out_is_the_best(model: Architecture, name: str, 
     work = work_of(made, 4096)
     policies = [PoolPolicy(zero_stage=2), PoolPolicy(sleeps=True, offload="optimizer")]
     for policy in policies:
-        found = LayoutSearch(role, work.of(name), base_layout(role, policy, made), made)
+        found = search_of(role, work, policy, made)
         for available in (5.0, 20.0, 40.0, 60.0, 79.0):
-            best = found.best(available)
+            best = found.best(available, is_shared=True)
             assert (None if isinstance(best, Shortage) else best) == best_of_all(role, work, policy, made, available)
 
 
 def test_layers_are_kept_as_far_as_memory_has_room_for_them() -> None:
     role = demand("actor", SEVEN_B, data_parallel_size=8, offload="none", sequence_parallel_size=1)
     made = pool(8, role)
-    base = base_layout(role, PoolPolicy(zero_stage=2), made)
-    search = LayoutSearch(role, work_of(made, 4096).of("actor"), base, made)
+    search = search_of(role, work_of(made, 4096), PoolPolicy(zero_stage=2), made)
     chosen, seconds = [], []
     for available in (45.0, 60.0, 70.0, 100.0):
-        best = search.best(available)
+        best = search.best(available, is_shared=False)
         assert isinstance(best, RoleChoice)
         chosen.append((best.layout.gradient_checkpointing, best.layout.kept_layers))
         seconds.append(sum(best.seconds.values()))
@@ -88,8 +97,8 @@ def test_a_micro_batch_is_no_larger_than_speed_needs() -> None:
         degrees = {"data_parallel_size": 8, "sequence_parallel_size": 1, "offload": "none"}
         role = demand("actor", SEVEN_B, micro_batch_tokens=micro_batch_tokens, **degrees)  # type: ignore[arg-type]
         made = pool(8, role)
-        base = base_layout(role, PoolPolicy(zero_stage=2), made)
-        best = LayoutSearch(role, work_of(made, 1024).of("actor"), base, made).best(300.0)
+        search = search_of(role, work_of(made, 1024), PoolPolicy(zero_stage=2), made)
+        best = search.best(300.0, is_shared=False)
         assert isinstance(best, RoleChoice)
         return best
 
@@ -103,8 +112,7 @@ def test_a_micro_batch_holds_the_longest_sequence() -> None:
     """100,000 tokens are more than a micro-batch has otherwise. Sequence parallelism divides them among eight GPUs."""
     role = demand("actor", LONG, sequence_parallel_size=8)
     made = pool(16, role)
-    work = work_of(made, 100_000)
-    best = LayoutSearch(role, work.of("actor"), base_layout(role, PoolPolicy(), made), made).best(70.0)
+    best = search_of(role, work_of(made, 100_000), PoolPolicy(), made).best(70.0, is_shared=False)
     assert isinstance(best, RoleChoice)
     assert best.layout.micro_batch_tokens >= 100_000 > MAX_MICRO_BATCH_TOKENS
 
@@ -113,10 +121,9 @@ def test_pipeline_stages_where_they_leave_more_room_for_the_cache() -> None:
     """The weights of a 70B model on 8 GPUs leave 28 GiB of each; with two stages on 16, these hold twice the layers."""
     role = demand("rollout", SEVENTY_B)
     made = pool(16, role)
-    options = engine_options(role, work_of(made, 32768).of("rollout"), base_layout(role, PoolPolicy(), made), {}, made)
     on_eight = {
         option.layout.pipeline_parallel_size: option.choose(30.0)
-        for option in options
+        for option in engines_of(role, work_of(made, 32768), made)
         if not isinstance(option, Shortage) and option.layout.tensor_parallel_size == 8
     }
     whole, halves = on_eight[1], on_eight[2]
@@ -129,7 +136,6 @@ def test_pipeline_stages_are_no_faster_with_enough_memory() -> None:
     for model in (SEVEN_B, SEVENTY_B):
         role = demand("rollout", model)
         made = pool(16, role)
-        tasks, base = work_of(made, 4096).of("rollout"), base_layout(role, PoolPolicy(), made)
-        for option in engine_options(role, tasks, base, {}, made):
+        for option in engines_of(role, work_of(made, 4096), made):
             if not isinstance(option, Shortage) and option.fastest is not None:
                 assert sum(option.fastest.seconds.values()) <= sum(option.seconds.values()) * (1 + 1e-9)
