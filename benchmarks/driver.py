@@ -48,7 +48,7 @@ _SLOTS, _ROWS_PER_ENGINE, _GROUP_SIZE, _MAX_TOKENS, _PROMPT = 64, 128, 8, 8192, 
 _SHARE = 32
 
 _PROMPTS, _RESPONSES = 4096, 16
-_TRAINERS = 64
+_TRAINERS, _CLUSTER = 64, "1x2@cpu+2x32@cpu"
 _STEPS = 5
 _STORE = 1_000_000_000
 
@@ -115,8 +115,8 @@ class Steps:
     nbytes: float
 
 
-def plan_of(trainers: int, prompts: int, responses: int) -> Plan:
-    """Return the plan of a step with 2 engines that generate, on a host of their own, and workers on two others."""
+def plan_of(cluster: str, trainers: int, prompts: int, responses: int) -> Plan:
+    """Return the plan of a step with 2 engines that generate, on a host of their own, and workers on other hosts."""
     recipe = rlflow.load(
         [
             "recipe=dr_grpo_tiny",
@@ -132,12 +132,12 @@ def plan_of(trainers: int, prompts: int, responses: int) -> Plan:
             "+graph.old_logprobs={node: logprobs, role: actor}",
         ]
     )
-    return rlflow.compile(recipe, f"1x2@cpu+2x{trainers // 2}@cpu")
+    return rlflow.compile(recipe, cluster)
 
 
 def plans(folder: Path) -> Iterator[Plan]:
     """Yield the plan of the steps."""
-    yield plan_of(_TRAINERS, _PROMPTS, _RESPONSES)
+    yield plan_of(_CLUSTER, _TRAINERS, _PROMPTS, _RESPONSES)
 
 
 def measure_steps(plan: Plan, samples: int, steps: int = _STEPS) -> Steps:
@@ -175,7 +175,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="file for the figures")
     arguments = parser.parse_args()
     events = {engines: event_ms(engines) for engines in _GOAL_MS}
-    plan = plan_of(_TRAINERS, _PROMPTS, _RESPONSES)
+    plan = plan_of(_CLUSTER, _TRAINERS, _PROMPTS, _RESPONSES)
     with simulated(plan.cluster, _STORE):
         steps = measure_steps(plan, _PROMPTS * _RESPONSES)
     figures = {

@@ -1,4 +1,4 @@
-"""vLLM's own sender over CUDA IPC, with the weights of every model card as meta tensors."""
+"""vLLM's own sender over CUDA IPC, with the weights of model cards as meta tensors."""
 
 import warnings
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ import torch
 
 from rlflow.engines.causal_lm.adapters import transfer_name
 from rlflow.runtime.weights.gpu import Receivers, make_sender, send_weights
-from tests.unit.resources.models.test_architecture import SETS_OF_CARDS, card, config_fields
+from tests.unit.resources.models.test_architecture import CARDS, FEW, card, config_fields
 
 # vLLM takes seconds to import.
 pytestmark = pytest.mark.slow
@@ -68,7 +68,13 @@ def model_of(path: Path) -> Any:
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config_fields(card(path))))
 
 
-@SETS_OF_CARDS
+@pytest.mark.parametrize(
+    "cards",
+    [
+        pytest.param([path for path in CARDS if path.stem in FEW], id="few"),
+        pytest.param([path for path in CARDS if path.stem not in FEW], marks=pytest.mark.soak, id="others"),
+    ],
+)
 def test_every_card_passes_through_the_sender(cards: list[Path], gpu: Torch, subtests: pytest.Subtests) -> None:
     for path in cards:
         model = model_of(path)

@@ -72,8 +72,12 @@ def train(plan: Plan, folder: Path) -> tuple[list[dict[str, float]], dict[str, A
     return [{k: v for k, v in step.items() if not any(word in k for word in is_time)} for step in steps], weights
 
 
-@pytest.mark.parametrize("num_minibatches", [1, 3])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(part.split("=")[0].split(".")[-1] for part in case))
+# With one minibatch the node has no work left. What differs is shared by all algorithms: most have one of both numbers.
+@pytest.mark.parametrize(
+    ("case", "num_minibatches"),
+    [*((case, 1 + 2 * (place % 2)) for place, case in enumerate(CASES)), (CASES[0], 3), (CASES[1], 1)],
+    ids=lambda case: "-".join(part.split("=")[0].split(".")[-1] for part in case) if isinstance(case, tuple) else None,
+)
 def test_weights_and_metrics_are_those_of_a_separate_pass(
     case: tuple[str, ...], num_minibatches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
