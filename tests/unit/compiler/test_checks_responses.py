@@ -29,6 +29,7 @@ class StatedDifference(Difference, Node, kind="stated_difference_of_responses", 
     other_responses = frozenset({"baseline"})
 
 
+@pytest.mark.slow
 def test_outputs_that_belong_to_other_responses(refusals: Callable[[str], None]) -> None:
     refusals("other_responses")
 

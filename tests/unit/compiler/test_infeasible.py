@@ -80,6 +80,7 @@ def test_a_model_of_unknown_size() -> None:
     assert "`hf download some/model config.json`" in str(raised.value)
 
 
+@pytest.mark.slow
 def test_the_nearest_group_is_proposed() -> None:
     error = refused("recipe=grpo_7b", "roles.rollout.tensor_parallel_size=12", cluster="2x8")
     # The model has 28 heads and 4 key-value heads: of the degrees up to 8, four is the largest that divides both.

@@ -19,6 +19,7 @@ def priced(shape: str, price: float | None = 2.0) -> Cluster:
     return replace(cluster, gpus={kind: replace(gpu, price_per_hour=price) for kind, gpu in cluster.gpus.items()})
 
 
+@pytest.mark.slow
 def test_a_run_is_all_steps_on_all_gpus_of_its_hosts() -> None:
     """The engine of one GPU leaves seven of its host idle, and they are paid for.
 

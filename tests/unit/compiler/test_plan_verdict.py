@@ -18,6 +18,7 @@ def fullest(plan: Plan, role: str) -> float:
     return max(max(gpus.values()) for gpus in plan.prediction.memory[role].peak_gib.values())
 
 
+@pytest.mark.slow
 def test_a_plan_that_fits_has_room_for_the_whole_error() -> None:
     plan = rlflow.compile(load("recipe=grpo_7b"), "1x8")
     assert (plan.prediction.verdict, plan.prediction.risks, plan.prediction.safer_with) == ("FITS", (), ())

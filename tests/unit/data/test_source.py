@@ -203,6 +203,7 @@ def test_columns_reach_into_structs(tmp_path: Path) -> None:
     assert loaded[0]["dotted"] == "dot"
 
 
+@pytest.mark.slow
 def test_the_digest_of_rows_follows_from_their_values_alone(tmp_path: Path) -> None:
     """Sets have another order in each process, and a long array's text leaves out its middle."""
     program = (

@@ -325,6 +325,7 @@ def test_processes_of_a_module_end_with_the_pool() -> None:
     assert state(helper) in (None, "Z")
 
 
+@pytest.mark.slow
 def test_a_function_that_only_this_process_can_import(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here its module has been made by hand; where workers are forked there is no such file."""
     module = ModuleType("made_here")

@@ -30,6 +30,7 @@ def traced(folder: Path, trace: Trace) -> list[dict[str, Any]]:
     return [line for line in lines if "seconds" in line]
 
 
+@pytest.mark.slow
 def test_slices_agree_with_the_metrics(tmp_path: Path) -> None:
     metrics = traced(tmp_path, True)
     events = checked_events(tmp_path / "trace.json")

@@ -110,6 +110,7 @@ def test_torch_drops_its_gradients() -> None:
     assert idle["weights"] == pytest.approx(2 * QWEN.num_parameters / GIB)
 
 
+@pytest.mark.slow
 def test_engines_with_adapters_keep_their_weights_with_the_host() -> None:
     rollout = plan_of("grpo_lora_32b", "2x8").prediction.memory["rollout"]
     phase = rollout.phases[rollout.phase]
