@@ -25,6 +25,8 @@ from rlflow.errors import EngineError
 
 # Bytes that requests and templates may allocate on top of what the process has when it starts.
 _MEMORY_LIMIT = 2 * 2**30
+# Connections that wait to be accepted, when thousands of episodes start.
+_MAX_WAITING = 4096
 
 
 async def serve(end: socket.socket) -> None:
@@ -41,9 +43,11 @@ async def serve(end: socket.socket) -> None:
     # The columns of statm are pages: total, resident, shared, code, unused, data.
     data = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_DATA, (data + _MEMORY_LIMIT, data + _MEMORY_LIMIT))
+    most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     runner = web.AppRunner(Server(service, episodes).app, access_log=None, handler_cancellation=True)
     await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    await web.TCPSite(runner, "127.0.0.1", 0, backlog=_MAX_WAITING).start()
     writer.write(pack([runner.addresses[0][1]]))
 
     def receive(message: Any) -> None:

@@ -6,24 +6,24 @@ place of the reply, and takes the text after it.
 """
 
 import os
-import re
-import secrets
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import product
+from secrets import token_hex
 from types import FrameType
 from typing import Any
 
 from rlflow.agents.base import ModelSpec
 from rlflow.agents.endpoint.errors import ApiError
 from rlflow.agents.endpoint.history import Message, Turn, to_ids
+from rlflow.agents.endpoint.plain_tokenizer import PlainTokenizer
 from rlflow.errors import EngineError, first_line
 
 _RENDER_S = 10.0  # CPU time to render a chat: a template comes with a model, and a model from anyone
-# Texts that stand for a reply, its thoughts, and a special token that a user or a tool wrote. Nobody can guess them.
-_MARKER, _THOUGHTS, _PLAIN = (secrets.token_hex(12) for _ in range(3))
+# Texts that stand for a reply and its thoughts. Nobody can guess them.
+_MARKER, _THOUGHTS = token_hex(12), token_hex(12)
 _PROBE_TOOL = {
     "type": "function",
     "function": {
@@ -59,7 +59,7 @@ class ChatFormat:
         self._options = dict(model.template_options)
         self._tokenizer = _load_tokenizer(model.tokenizer)
         self.num_tokens = len(self._tokenizer)
-        self._plain = _PlainTokenizer(self._tokenizer)
+        self._plain = PlainTokenizer(self._tokenizer)
         self._family = self._find_family() if self._tokenizer.chat_template else None
         has_tools = "<tool_call>" in self._tokenizer.get_vocab()
         default = DefaultRendererConfig(tool_parser="qwen3" if has_tools else None)
@@ -169,59 +169,6 @@ class ChatFormat:
                     ]:
                         return renderer
         return None
-
-
-class _PlainTokenizer:
-    """A tokenizer for texts in which markers stand for texts of special tokens that a user or a tool wrote.
-
-    They are encoded as plain text: a tool may repeat what the model told it to.
-    """
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self.name_or_path: str = tokenizer.name_or_path
-        self.unk_token_id, self.eos_token_id = tokenizer.unk_token_id, tokenizer.eos_token_id
-        self.all_special_tokens: list[str] = tokenizer.all_special_tokens
-        self._markers: dict[str, str] = {}
-        self._ids: dict[str, list[int]] = {}
-        specials = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-        for number, text in enumerate(sorted(specials, key=len, reverse=True)):
-            with suppress(Exception):  # a tokenizer of a few characters cannot encode it as text
-                marker = f"{_PLAIN}x{number}x"
-                self._ids[marker] = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
-                self._markers[text] = marker
-        self._texts = re.compile("|".join(map(re.escape, self._markers)) or r"(?!)")
-        self._pattern = re.compile("(" + "|".join(self._ids) + ")")
-
-    def protect(self, value: Any) -> Any:
-        """Return messages or tools with markers. Those that the model wrote stay."""
-        if isinstance(value, str):
-            return self._texts.sub(lambda match: self._markers[match[0]], value)
-        if isinstance(value, list | tuple):
-            return [self.protect(item) for item in value]
-        if isinstance(value, Mapping) and value.get("role") != "assistant":
-            return {name: self.protect(item) for name, item in value.items()}
-        return value
-
-    def encode(self, text: str, *_: Any, **__: Any) -> list[int]:
-        """Return the tokens of a part of a chat."""
-        ids: list[int] = []
-        for part in self._pattern.split(text) if _PLAIN in text else [text]:
-            ids += self._ids.get(part) or self._tokenizer.encode(part, add_special_tokens=False)
-        return ids
-
-    def decode(self, ids: Any, *arguments: Any, **options: Any) -> str:
-        """Return the text of tokens."""
-        text: str = self._tokenizer.decode(ids, *arguments, **options)
-        return text
-
-    def convert_tokens_to_ids(self, tokens: Any) -> Any:
-        """Return the numbers of tokens."""
-        return self._tokenizer.convert_tokens_to_ids(tokens)
-
-    def apply_chat_template(self, *arguments: Any, **options: Any) -> Any:
-        """Render a chat."""
-        return self._tokenizer.apply_chat_template(*arguments, **options)
 
 
 def _load_tokenizer(folder: str) -> Any:

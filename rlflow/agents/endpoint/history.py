@@ -22,6 +22,7 @@ class Turn:
     finished: bool
     """It ended with an end token."""
     has_thoughts: bool = False
+    """The model has thought in this segment."""
 
     @property
     def prompt_ids(self) -> list[int]:

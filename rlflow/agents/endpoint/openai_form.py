@@ -29,6 +29,8 @@ _NEUTRAL = {
     "tool_choice": "auto",
     "min_tokens": 0,
     "echo": False,
+    "reasoning_effort": None,
+    "chat_template_kwargs": {},
 }
 
 

@@ -125,7 +125,8 @@ class Service:
         tool_calls = [
             (id or default, name, arguments) for default, (id, name, arguments) in zip(names, calls, strict=True)
         ]
-        turn = Turn(parent, to_bytes(context), answer.reply.ids, answer.reply.finished, bool(parsed.thoughts))
+        has_thoughts = bool(parsed.thoughts) or (parent is not None and parent.has_thoughts)
+        turn = Turn(parent, to_bytes(context), answer.reply.ids, answer.reply.finished, has_thoughts)
         message = {
             "role": "assistant",
             "content": text,
