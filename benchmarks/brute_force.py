@@ -79,7 +79,7 @@ def _degrees(demand: Demand) -> Iterator[tuple[int, int]]:
     for degrees in product(*(_degree(demand, way, must_use) for way in _WAYS)):
         of = dict(zip(_WAYS, degrees, strict=True))
         if _can_share(demand, of) and must_use in (None, prod(degrees)):
-            yield of["tensor"] * of["sequence"], of["data"] * of["pipeline"]
+            yield of["tensor"] * of["sequence"] * of["pipeline"], of["data"]
 
 
 def _can_share(demand: Demand, of: Mapping[str, int]) -> bool:

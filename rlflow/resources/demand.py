@@ -73,6 +73,11 @@ class Demand:
         layers = self.architecture.num_hidden_layers if self.architecture else stages
         if stages > layers:
             raise self._error("pipeline_parallel_size", f"{stages} stages for {layers} layers", fix=str(layers))
+        tensor, sequence = (self.pinned(f"{way}_parallel_size") or 1 for way in ("tensor", "sequence"))
+        if stages > 1 and (size := tensor * sequence * stages) > largest_host:
+            fact = f"the {size} GPUs of one engine do not fit on one host (hosts have {largest_host})"
+            fits = max(1, largest_host // (tensor * sequence))
+            raise self._error("pipeline_parallel_size", fact, fix=str(fits))
         needed = {"optimizer": 1, "weights": 3}.get(str(self.pins.offload), 0)
         if self.pins.zero_stage != "auto" and self.pins.zero_stage < needed:
             fact = f"{self.pins.zero_stage} does not shard the state that offload={self.pins.offload} moves"
@@ -123,15 +128,10 @@ class Demand:
     def _check_group(self, way: str, largest_host: int) -> None:
         size = self.pinned(f"{way}_parallel_size") or 1
         if size > largest_host:
-            fits = self._largest_group(largest_host)
-            fix = f"{way}_parallel_size {fits}"
-            stages = next((n for n in range(2, size + 1) if size % n == 0 and size // n <= largest_host), None)
-            if way == "tensor" and "pipeline" in self.parallel and stages and self.shares_heads(size // stages):
-                fix += f", or pipeline_parallel_size {stages} with {size // stages} each"
             raise PlacementError(
                 f"roles.{self.role}",
                 f"{size} GPUs of one {way}-parallel group do not fit on one host (hosts have {largest_host})",
-                fix=fix,
+                fix=f"{way}_parallel_size {self._largest_group(largest_host)}",
             )
         if not self.shares_heads(size):
             model = self.architecture

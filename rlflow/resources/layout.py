@@ -27,7 +27,7 @@ class Resources(Section):
     tensor_parallel_size: Count | Auto = "auto"
     """GPUs of one host that divide each layer among them."""
     pipeline_parallel_size: Count | Auto = "auto"
-    """Groups of GPUs that hold one part of an engine's layers each."""
+    """Groups of GPUs of one host that hold one part of an engine's layers each."""
     data_parallel_size: Count | Auto = "auto"
     """Ranks or engines that each work on their own part of a batch."""
     sequence_parallel_size: Count | Auto = "auto"
@@ -87,12 +87,12 @@ class Layout:
     @property
     def num_gpus(self) -> int:
         """Return the number of GPUs that the role uses."""
-        return self.data_parallel_size * self.model_parallel_size * self.sequence_parallel_size
+        return self.data_parallel_size * self.group_size
 
     @property
     def group_size(self) -> int:
         """Return the number of GPUs of a group that must be inside one host."""
-        return self.tensor_parallel_size * self.sequence_parallel_size
+        return self.model_parallel_size * self.sequence_parallel_size
 
     @property
     def model_parallel_size(self) -> int:
@@ -121,7 +121,7 @@ class Worker:
     """A process of a role, or the processes of one engine, with their GPUs."""
 
     bundles: tuple[Bundle, ...]
-    """Tensor-parallel groups one after another, each within one host."""
+    """GPUs of one host, a tensor-parallel group for each pipeline stage."""
 
 
 @dataclass(frozen=True)
@@ -138,16 +138,11 @@ class RolePlacement:
 
 
 def workers(layout: Layout, pool: PoolGpus) -> Iterator[Worker]:
-    """Yield the workers of a role on the GPUs of its pool.
-
-    Groups stay inside hosts; a worker has one group for each of its pipeline stages.
-    """
-    size = layout.tensor_parallel_size
-    together = size * layout.sequence_parallel_size
-    groups = []
-    for host, gpus in pool:
-        bundles = [Bundle(host, gpu) for gpu in gpus[: len(gpus) // together * together]]
-        groups += [bundles[start : start + size] for start in range(0, len(bundles), size)]
-    stages = layout.pipeline_parallel_size
-    for first in range(0, layout.data_parallel_size * layout.sequence_parallel_size * stages, stages):
-        yield Worker(tuple(bundle for group in groups[first : first + stages] for bundle in group))
+    """Yield the workers of a role on the GPUs of its pool. Groups stay inside hosts."""
+    size, together = layout.model_parallel_size, layout.group_size
+    shares = [
+        Worker(tuple(Bundle(host, gpu) for gpu in gpus[start : start + size]))
+        for host, gpus in pool
+        for start in range(0, len(gpus) // together * together, size)
+    ]
+    yield from shares[: layout.data_parallel_size * layout.sequence_parallel_size]

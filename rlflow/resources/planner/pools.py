@@ -44,6 +44,8 @@ class PoolShape:
 
     def groups(self, size: int) -> int:
         """Return how many groups of a size there are, each inside a host."""
+        if size > self.largest_group:
+            return 0
         return sum(gpus // size * number for gpus, number in self.hosts)
 
 

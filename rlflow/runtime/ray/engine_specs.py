@@ -8,7 +8,7 @@ from rlflow.compiler.plan import Plan
 from rlflow.engines.base import EngineSpec, GpuTransport
 from rlflow.engines.causal_lm.kernels import check_attention
 from rlflow.engines.registry import engine_kind
-from rlflow.errors import EngineError, PlacementError, UserError, first_line
+from rlflow.errors import EngineError, UserError, first_line
 from rlflow.extras import check_extra, check_training
 from rlflow.nodes.generate import Generate
 from rlflow.recipe import Model, Optimizer
@@ -19,10 +19,9 @@ _MAX_SEQUENCES = 1024
 
 
 def check_engines(plan: Plan, extras: Iterable[str] = ()) -> None:
-    """Raise a UserError for an engine that cannot be started.
+    """Raise a RecipeError for an engine that is not installed, or in an unsupported version.
 
-    It is a RecipeError for an engine that is not installed, or in an unsupported version, and a PlacementError for a
-    worker on several hosts. ``extras`` are the extras that the runtime itself needs.
+    ``extras`` are the extras that the runtime itself needs.
     """
     roles = plan.recipe.roles.values()
     packages = [engine_kind(options.engine).package for options in roles]
@@ -34,14 +33,6 @@ def check_engines(plan: Plan, extras: Iterable[str] = ()) -> None:
         if options.lora is not None:
             check_extra("peft", f"roles.{role}.lora", "lora")
         check_attention(role, options.attention)
-        for worker in plan.roles[role].workers:
-            if len(hosts := {bundle.host for bundle in worker.bundles}) > 1:
-                raise PlacementError(
-                    f"roles.{role}.pipeline_parallel_size",
-                    f"the stages of one engine are on {len(hosts)} hosts ({', '.join(sorted(hosts))}), and an engine"
-                    " must be on one",
-                    fix="stages that fit a host, a smaller model, or GPUs with more memory",
-                )
 
 
 def spec_of(

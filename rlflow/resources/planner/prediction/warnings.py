@@ -22,10 +22,8 @@ def plan_warnings(inputs: PlannerInputs, result: SearchResult) -> tuple[str, ...
 
 
 def _role_warnings(inputs: PlannerInputs, result: SearchResult, role: str) -> Iterator[str]:
-    choice, workers = result.candidate.choices[role], result.roles[role].workers
+    choice = result.candidate.choices[role]
     copies = choice.layout.data_parallel_size
-    if any(len({bundle.host for bundle in worker.bundles}) > 1 for worker in workers):
-        yield f"{role}: the pipeline stages of one engine are on several hosts"
     for task in inputs.workload.of(role):
         if task.kind != "generate" and task.samples % copies:
             yield f"{role}: {task.samples} samples are not a multiple of {copies} workers, so shares are uneven"

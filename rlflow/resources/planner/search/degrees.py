@@ -77,12 +77,12 @@ def with_copies(demand: Demand, shape: PoolShape, base: Layout, sequence: int, s
 
     A pinned number of GPUs is used in full.
     """
-    size = base.tensor_parallel_size * sequence
-    room = shape.groups(size) // stages
+    size = base.tensor_parallel_size * sequence * stages
+    room = shape.groups(size)
     copies = demand.pinned("data_parallel_size") or room
     if copies < 1 or copies > room:
         groups = f"groups of {size} GPUs inside hosts" if size > 1 else "GPUs"
-        what = f"{max(1, copies) * stages} {groups}, where its pool has {room * stages}"
+        what = f"{max(1, copies)} {groups}, where its pool has {room}"
         return Shortage(demand.role, inf, what)
     layout = replace(base, sequence_parallel_size=sequence, pipeline_parallel_size=stages, data_parallel_size=copies)
     pinned = demand.pinned("gpus")

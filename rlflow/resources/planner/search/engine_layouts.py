@@ -33,7 +33,10 @@ def engine_options(
     ]
     model = demand.architecture
     if demand.pinned("pipeline_parallel_size") is None and model is not None and host_set.counts_memory:
-        degrees += [(size, stages) for size in sizes for stages in _STAGES if stages <= model.num_hidden_layers]
+        # An engine is on one host.
+        largest = shape.largest_group // base.sequence_parallel_size
+        stages_of = {size: min(model.num_hidden_layers, largest // size) for size in sizes}
+        degrees += [(size, stages) for size in sizes for stages in _STAGES if stages <= stages_of[size]]
     # Stages leave more memory for the KV cache. A full batch is no faster with them, nor is what is left of it.
     fastest: dict[int, EngineOption] = {}
     for size, stages in degrees:

@@ -54,11 +54,11 @@ def pool_pins(demands: Sequence[Demand]) -> PoolPins:
 
 def _group(demand: Demand) -> tuple[int, int]:
     """Return the size and number of the groups that a role has at least."""
-    size = (demand.pinned("tensor_parallel_size") or 1) * (demand.pinned("sequence_parallel_size") or 1)
+    size = prod(demand.pinned(f"{way}_parallel_size") or 1 for way in ("tensor", "sequence", "pipeline"))
     gpus = demand.pinned("gpus")
     if gpus is not None and "data" in demand.parallel:
         return size, gpus // size
-    return size, (demand.pinned("data_parallel_size") or 1) * (demand.pinned("pipeline_parallel_size") or 1)
+    return size, demand.pinned("data_parallel_size") or 1
 
 
 def _sizes_of(demand: Demand) -> frozenset[int] | None:

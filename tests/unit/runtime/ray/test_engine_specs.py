@@ -1,15 +1,11 @@
 """The specs from which engines are built, and those that are refused."""
 
-from dataclasses import replace
-
 import pytest
 
 import rlflow
 from rlflow.compiler.plan import Plan
-from rlflow.errors import PlacementError
-from rlflow.resources.layout import Bundle, RolePlacement, Worker
 from rlflow.resources.models.lora import Lora
-from rlflow.runtime.ray.engine_specs import check_engines, gpu_transport, spec_of
+from rlflow.runtime.ray.engine_specs import gpu_transport, spec_of
 from rlflow.runtime.weights.gpu import Receivers
 from tests.helpers import load
 
@@ -55,15 +51,6 @@ def test_an_engine_gets_its_maximum_length() -> None:
     expected = plan.prediction.memory["rollout"].sequences
     assert expected is not None
     assert spec_of(plan, "rollout", model, device="cuda:0").max_num_seqs == min(expected, 1024)
-
-
-def test_stages_on_several_hosts_are_refused() -> None:
-    plan = plan_of("2x8")
-    roles = dict(plan.roles)
-    both = Worker((Bundle("host-0", 0), Bundle("host-1", 0)))
-    roles["rollout"] = RolePlacement(roles["rollout"].layout, (both,))
-    with pytest.raises(PlacementError, match="the stages of one engine are on 2 hosts"):
-        check_engines(replace(plan, roles=roles))
 
 
 def test_the_ranks_of_each_receiver_follow_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:

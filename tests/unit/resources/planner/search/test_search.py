@@ -89,12 +89,13 @@ def test_a_host_of_4_and_one_of_2() -> None:
         check(each, on)
 
 
-def test_pipeline_stages_may_lie_on_two_hosts() -> None:
-    on = cluster(8, 8)
-    placed = place([demand("rollout", tensor_parallel_size=6, pipeline_parallel_size=2)], on)
+def test_the_pipeline_stages_of_an_engine_are_on_one_host() -> None:
+    """Five GPUs of a host hold two stages of two; hosts of 6 and 5 have room for one engine each."""
+    placed = place([demand("rollout", tensor_parallel_size=2, pipeline_parallel_size=2)], cluster(6, 5))
     assert placed is not None
-    assert len(placed.roles["rollout"].workers) == 1
-    assert Counter(bundle.host for bundle in placed.roles["rollout"].bundles) == {"host-0": 6, "host-1": 6}
+    workers = placed.roles["rollout"].workers
+    assert [{bundle.host for bundle in worker.bundles} for worker in workers] == [{"host-0"}, {"host-1"}]
+    assert all(len(worker.bundles) == 4 for worker in workers)
 
 
 def test_free_gpus_reserved_hosts_and_labels() -> None:
@@ -142,6 +143,11 @@ def test_pinned_values_are_kept() -> None:
     ("wants", "path", "said"),
     [
         ({"tensor_parallel_size": 12}, "roles.rollout", "12 GPUs of one tensor-parallel group do not fit on one host"),
+        (
+            {"tensor_parallel_size": 6, "pipeline_parallel_size": 2},
+            "roles.rollout.pipeline_parallel_size",
+            "the 12 GPUs of one engine do not fit on one host",
+        ),
         ({"tensor_parallel_size": 5}, "roles.rollout.tensor_parallel_size", "24 attention heads"),
         ({"gpus": 6, "tensor_parallel_size": 4}, "roles.rollout.gpus", "tensor_parallel_size 4"),
     ],
