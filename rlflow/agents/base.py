@@ -127,6 +127,9 @@ class Agent(Section, ABC):
     gives_rewards: ClassVar[bool] = True
     """False if its reward is always 0, so that the reward function ``environment`` is refused."""
 
+    def prepare(self) -> None:
+        """Import slow libraries; called once, before workers are forked."""
+
     async def open(self, service: ModelService) -> None:
         """Start what all episodes of this worker share."""
 

@@ -19,6 +19,11 @@ Chat = Callable[[list[Message], Any, str, str, Mapping[str, str]], Awaitable[Non
 of the task's MCP servers."""
 
 
+def prepare() -> None:
+    """Import the library."""
+    import verifiers.v1.utils.loaders  # noqa: F401
+
+
 def load_environment(name: str, taskset: Mapping[str, Any], harness: str) -> Any:
     """Return the environment of a taskset, whose only agent gets the harness. Raises RecipeError."""
     from verifiers.v1.configs.agent import agent_config_fields

@@ -31,7 +31,7 @@ class AgentSpec:
     def load(self, name: str) -> LoadedCallable:
         """Load the agent. Raises RecipeError at the paths ``environment`` and ``options``."""
         agent = load_agent(self.environment, self.options)
-        return LoadedCallable(_no_call, 1, 0.0, serve=partial(_serve, agent))
+        return LoadedCallable(_no_call, 1, 0.0, prepare=agent.prepare, serve=partial(_serve, agent))
 
 
 def _no_call(texts: Sequence[str], rows: Sequence[Any]) -> Sequence[Any]:

@@ -31,6 +31,10 @@ class TextArenaAgent(Agent):
     def __post_init__(self) -> None:
         self.game = ""
 
+    def prepare(self) -> None:
+        """Import textarena, which takes three seconds."""
+        import textarena  # noqa: F401
+
     async def open(self, service: ModelService) -> None:
         """Check that the game exists."""
         check_game(self.game, "environment")

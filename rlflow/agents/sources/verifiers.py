@@ -39,6 +39,10 @@ class VerifiersAgent(Agent):
     def __post_init__(self) -> None:
         self.id = ""
 
+    def prepare(self) -> None:
+        """Import verifiers, which takes five seconds and 200 MB."""
+        verifiers_library.prepare()
+
     async def open(self, service: ModelService) -> None:
         """Start what verifiers serves to all episodes. Raises RecipeError, and what verifiers raises."""
         import aiohttp

@@ -4,6 +4,7 @@ import asyncio
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import aiohttp
@@ -13,6 +14,8 @@ from rlflow.agents.base import ModelService, Outcome
 from rlflow.agents.client import HttpClient
 from rlflow.agents.load import load_agent
 from rlflow.agents.messages import Call, Refusal, StartEpisode
+from rlflow.agents.worker import AgentSpec
+from rlflow.agents.worker_pool import WorkerPool
 from rlflow.data.source import load_rows
 from rlflow.engines.causal_lm.new_tokenizers import new_tokenizer
 from rlflow.errors import RecipeError
@@ -153,6 +156,18 @@ def test_an_environment_may_answer_the_model_until_a_limit(engine: ScriptedEngin
     assert not outcome.finished
     assert len(engine.calls) == 3
     check_one_segment(engine)
+
+
+def test_episodes_run_in_a_worker_that_is_forked_after_the_import(engine: ScriptedEngine) -> None:
+    ended: SimpleQueue[Any] = SimpleQueue()
+    engine.answer = lambda call: words("4")
+    row = {"task": {"idx": 3, "prompt": "3+1?", "answer": 4}}
+    pool = WorkerPool(AgentSpec(SUMS, {}), 1, ended.put, lambda worker, end: ended.put(end))
+    worker = pool.next_worker(lambda: ModelService(engine.endpoint.url, "worker", engine.model))
+    for _ in range(4):
+        worker.start(StartEpisode(*engine.open("worker"), row, 0))
+    outcomes = [message.outcome for _ in range(4) for message in ended.get(timeout=60)]
+    assert [outcome.reward for outcome in outcomes] == [1.5] * 4
 
 
 def test_an_error_of_the_task_is_no_outcome(engine: ScriptedEngine) -> None:
