@@ -4,8 +4,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from rlflow.agents.endpoint.fields import Body, check, read_content, read_limit, read_stop
 from rlflow.agents.endpoint.history import Message
-from rlflow.agents.endpoint.openai_form import Body, check, read_content, read_limit, read_stop
 from rlflow.agents.endpoint.service import Answer, Chat, Options
 
 _IGNORED = ("temperature", "top_p", "top_k", "thinking")

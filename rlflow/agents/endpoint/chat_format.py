@@ -5,7 +5,6 @@ library ``renderers`` for families of models that it knows by their template, an
 place of the reply, and takes the text after it.
 """
 
-import os
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -18,8 +17,8 @@ from typing import Any
 from rlflow.agents.base import ModelSpec
 from rlflow.agents.endpoint.errors import ApiError
 from rlflow.agents.endpoint.history import Message, Turn, to_ids
-from rlflow.agents.endpoint.plain_tokenizer import PlainTokenizer
-from rlflow.errors import EngineError, first_line
+from rlflow.agents.endpoint.plain_tokenizer import PlainTokenizer, load_tokenizer
+from rlflow.errors import first_line
 
 _RENDER_S = 10.0  # CPU time to render a chat: a template comes with a model, and a model from anyone
 # Texts that stand for a reply and its thoughts. Nobody can guess them.
@@ -57,7 +56,7 @@ class ChatFormat:
         from renderers import DefaultRendererConfig, create_renderer
 
         self._options = dict(model.template_options)
-        self._tokenizer = _load_tokenizer(model.tokenizer)
+        self._tokenizer = load_tokenizer(model.tokenizer)
         self.num_tokens = len(self._tokenizer)
         self._plain = PlainTokenizer(self._tokenizer)
         self._family = self._find_family() if self._tokenizer.chat_template else None
@@ -169,20 +168,6 @@ class ChatFormat:
                     ]:
                         return renderer
         return None
-
-
-def _load_tokenizer(folder: str) -> Any:
-    """Return the tokenizer of a folder. Raises EngineError."""
-    try:
-        if os.path.isfile(os.path.join(folder, "tokenizer.json")):
-            from transformers import PreTrainedTokenizerFast  # needs no torch
-
-            return PreTrainedTokenizerFast.from_pretrained(folder)
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(folder)
-    except Exception as error:
-        raise EngineError(f"the tokenizer in {folder} cannot be loaded: {first_line(error)}") from None
 
 
 @contextmanager

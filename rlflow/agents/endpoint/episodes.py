@@ -1,6 +1,5 @@
 """The episodes whose calls are accepted, and the keys that open them."""
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -10,7 +9,6 @@ from rlflow.agents.endpoint.history import ChatHistory
 from rlflow.agents.messages import OpenEpisode
 
 _MAX_OPEN_CALLS = 256
-_MAX_NAMES = 64
 
 
 @dataclass(eq=False)
@@ -23,7 +21,7 @@ class EndpointEpisode:
     worker_key: bytes
     history: ChatHistory = field(default_factory=ChatHistory)
     idempotency_keys: set[str] = field(default_factory=set)
-    names: list[str] = field(default_factory=list)
+    names: set[str] = field(default_factory=set)
     num_open_calls: int = 0
 
     def begin_call(self, headers: Mapping[str, str]) -> bool:
@@ -45,13 +43,11 @@ class Episodes:
         self._episodes: dict[str, EndpointEpisode] = {}
         self._by_key: dict[bytes, EndpointEpisode] = {}
         self._by_name: dict[tuple[bytes, str], EndpointEpisode] = {}
-        self._workers: Counter[bytes] = Counter()
 
     def open(self, message: OpenEpisode) -> None:
         """Accept the calls of an episode."""
         episode = EndpointEpisode(message.episode, _digest(message.token), _digest(message.worker_token))
         self._episodes[episode.id] = self._by_key[episode.key] = episode
-        self._workers[episode.worker_key] += 1
 
     def close(self, id: str) -> None:
         """Forget an episode, if it is open."""
@@ -59,20 +55,14 @@ class Episodes:
             del self._by_key[episode.key]
             for name in episode.names:
                 del self._by_name[episode.worker_key, name]
-            self._workers[episode.worker_key] -= 1
-            self._workers += Counter()  # drops zeros
 
     def set_name(self, episode: EndpointEpisode, name: object) -> None:
         """Have requests with the key of the episode's worker and this name count as the episode's."""
-        if not (isinstance(name, str) and 0 < len(name) <= 256):
-            raise ApiError("'name' must be a text of 1 to 256 characters")
+        if not isinstance(name, str):
+            raise ApiError("'name' must be a text")
         if self._by_name.setdefault((episode.worker_key, name), episode) is not episode:
             raise ApiError("another episode has this name", 409)
-        if name not in episode.names:
-            if len(episode.names) == _MAX_NAMES:
-                del self._by_name[episode.worker_key, name]
-                raise ApiError(f"an episode has at most {_MAX_NAMES} names")
-            episode.names.append(name)
+        episode.names.add(name)
 
     def find(self, headers: Mapping[str, str]) -> EndpointEpisode | None:
         """Return the episode of a request; None if a worker's key comes without a name. Raises ApiError."""
@@ -80,12 +70,12 @@ class Episodes:
         if scheme.lower() != "bearer" or not token:
             token = headers.get("x-api-key", "")
         key = _digest(token.strip())
-        if key in self._by_key:
-            return self._by_key[key]
         name = headers.get("X-Session-ID")
-        if key not in self._workers or (name is not None and (key, name) not in self._by_name):
+        episode = self._by_key.get(key) or self._by_name.get((key, name or ""))
+        is_worker = name is None and any(key == episode.worker_key for episode in self._by_key.values())
+        if episode is None and not is_worker:
             raise ApiError("the key is wrong, or its episode has ended", 401, "invalid_api_key")
-        return None if name is None else self._by_name[key, name]
+        return episode
 
 
 def _digest(token: str) -> bytes:

@@ -3,11 +3,14 @@
 A tool may repeat what the model told it to, and nobody but the template ends a message.
 """
 
+import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
 from secrets import token_hex
 from typing import Any
+
+from rlflow.errors import EngineError, first_line
 
 # A text that stands for a special token. Nobody can guess it.
 _MARKER = token_hex(12)
@@ -50,3 +53,17 @@ class PlainTokenizer:
         for part in self._pattern.split(text) if _MARKER in text else [text]:
             ids += self._ids.get(part) or self._tokenizer.encode(part, add_special_tokens=False)
         return ids
+
+
+def load_tokenizer(folder: str) -> Any:
+    """Return the tokenizer of a folder. Raises EngineError."""
+    try:
+        if os.path.isfile(os.path.join(folder, "tokenizer.json")):
+            from transformers import PreTrainedTokenizerFast  # needs no torch
+
+            return PreTrainedTokenizerFast.from_pretrained(folder)
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as error:
+        raise EngineError(f"the tokenizer in {folder} cannot be loaded: {first_line(error)}") from None

@@ -12,6 +12,7 @@ from aiohttp import web
 from rlflow.agents.endpoint import anthropic_form, openai_form
 from rlflow.agents.endpoint.episodes import EndpointEpisode, Episodes
 from rlflow.agents.endpoint.errors import ApiError
+from rlflow.agents.endpoint.fields import check, read_ids
 from rlflow.agents.endpoint.history import to_ids
 from rlflow.agents.endpoint.service import Answer, Service
 from rlflow.errors import first_line
@@ -89,9 +90,9 @@ class Server:
 
     async def _generate(self, request: web.Request) -> web.Response:
         body = await _read(request)
-        ids = openai_form.read_ids(body.get("token_ids"), self._service.format.num_tokens)
+        ids = read_ids(body.get("token_ids"), self._service.format.num_tokens)
         parameters = body.get("sampling_params") or {}
-        openai_form.check(isinstance(parameters, dict), "'sampling_params' must be an object")
+        check(isinstance(parameters, dict), "'sampling_params' must be an object")
         options = openai_form.read_options(parameters)
         answer = await self._service.answer_ids(_episode(request), ids, options, request.headers)
         return web.json_response(openai_form.write_ids(answer))
@@ -104,7 +105,7 @@ class Server:
         if isinstance(prompt, str):
             answer = await self._service.answer_text(episode, prompt, options, request.headers)
         else:
-            ids = openai_form.read_ids(prompt, self._service.format.num_tokens)
+            ids = read_ids(prompt, self._service.format.num_tokens)
             answer = await self._service.answer_ids_as_text(episode, ids, options, request.headers)
         written = openai_form.write_text(answer, self._model, self._logprobs(answer) if options.logprobs else None)
         if not options.stream:

@@ -76,6 +76,8 @@ class Service:
         """Return the reply to tokens. Raises ApiError."""
         for name in options.ignored:
             self.link.count(episode.id, f"ignored_{name}")
+        if not ids:
+            raise ApiError("the prompt is empty")
         room = self.model.max_tokens - len(ids)
         if room < 1:
             self.link.count(episode.id, "refused_context")
@@ -119,11 +121,9 @@ class Service:
         parsed = self.format.parse(ids, to_ids(answer.reply.ids), chat.tools)
         text, stop = _cut(parsed.content, chat.options.stop)
         calls = [] if stop is not None else parsed.tool_calls
-        # The ids follow from what was sampled, since templates may show them to the model. Some want 9 characters.
-        digest = blake2b(to_bytes(ids) + answer.reply.ids, digest_size=8)
-        names = [blake2b(digest.digest() + bytes([n % 256]), digest_size=5).hexdigest()[:9] for n in range(len(calls))]
         tool_calls = [
-            (id or default, name, arguments) for default, (id, name, arguments) in zip(names, calls, strict=True)
+            (id or _tool_call_id(ids, answer.reply, place), name, arguments)
+            for place, (id, name, arguments) in enumerate(calls)
         ]
         has_thoughts = bool(parsed.thoughts) or (parent is not None and parent.has_thoughts)
         turn = Turn(parent, to_bytes(context), answer.reply.ids, answer.reply.finished, has_thoughts)
@@ -156,6 +156,11 @@ class Service:
         if reason is not None:
             self.link.count(episode.id, f"rerendered_{reason}")
         return None, self.format.render(chat.messages, chat.tools)
+
+
+def _tool_call_id(prompt_ids: Sequence[int], reply: Reply, place: int) -> str:
+    """Return an id that follows from what was sampled, since templates may show it. Some want 9 characters."""
+    return blake2b(to_bytes([*prompt_ids, place]) + reply.ids, digest_size=5).hexdigest()[:9]
 
 
 def _cut(text: str, stop_texts: Sequence[str]) -> tuple[str, str | None]:

@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import trl
+from tokenizers import AddedToken
 
 from rlflow.agents.base import ModelSpec
 from rlflow.agents.endpoint.process import Endpoint
@@ -115,6 +117,21 @@ def post(
         connection.close()
 
 
+def read_template(name: str) -> str:
+    """Return the chat template of a model that trl knows."""
+    return (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text()
+
+
+def save_tokenizer(folder: Path, template: str | None = None) -> None:
+    """Save the tokenizer of bytes, with the special tokens of pictures if it gets another template."""
+    tokenizer = new_tokenizer(Model(tokenizer="bytes", random_weights=True))
+    if template is not None:
+        names = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+        tokenizer.add_tokens([AddedToken(name, special=True, normalized=False) for name in names])
+        tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+
+
 def wait_for(condition: Callable[[], bool]) -> None:
     """Wait until a condition holds."""
     deadline = time.monotonic() + 30
@@ -127,8 +144,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with the tokenizer of bytes."""
     folder = tmp_path_factory.mktemp("bytes")
-    model = Model(tokenizer="bytes", random_weights=True)
-    new_tokenizer(model).save_pretrained(folder)
+    save_tokenizer(folder)
     return folder
 
 

@@ -6,19 +6,13 @@ from random import Random
 from typing import Any
 
 import pytest
-import trl
-from tokenizers import AddedToken
 
 from rlflow.agents.base import ModelSpec
 from rlflow.agents.endpoint.chat_format import ChatFormat
 from rlflow.agents.endpoint.errors import ApiError
 from rlflow.agents.endpoint.history import Turn, to_bytes
-from rlflow.engines.causal_lm.new_tokenizers import new_tokenizer
-from rlflow.recipe import Model
-from tests.unit.agents.endpoint.conftest import END, words
+from tests.unit.agents.endpoint.conftest import END, read_template, save_tokenizer, words
 
-TEMPLATES = Path(trl.__file__).parent / "chat_templates"
-VISION = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 USER = [{"role": "user", "content": "Hi<|im_end|>"}]
 NEXT = {"role": "user", "content": "more"}
 
@@ -30,17 +24,10 @@ def build(tmp_path: Path) -> Build:
     """Return a function that builds the format of a template."""
 
     def build(template: str, **options: Any) -> ChatFormat:
-        tokenizer = new_tokenizer(Model(random_weights=True, tokenizer="bytes"))
-        tokenizer.add_tokens([AddedToken(name, special=True, normalized=False) for name in VISION])
-        tokenizer.chat_template = template
-        tokenizer.save_pretrained(tmp_path)
+        save_tokenizer(tmp_path, template)
         return ChatFormat(ModelSpec(str(tmp_path), "policy", 4096, 256, options))
 
     return build
-
-
-def read(name: str) -> str:
-    return (TEMPLATES / f"{name}.jinja").read_text()
 
 
 @pytest.mark.parametrize(
@@ -55,7 +42,7 @@ def read(name: str) -> str:
 )
 def test_bridges_of_known_and_unknown_families_are_exact(build: Build, name: str, family: str, prefix: str) -> None:
     """A tool's result continues the reply, whatever that was."""
-    form = build(read(name))
+    form = build(read_template(name))
     assert type(form._family).__name__ == family
     prompt, random, length = form.render(USER, []), Random(0), len(prefix)
     assert form.decode(prompt).endswith(f"user\nHi<|im_end|><|im_end|>\n<|im_start|>assistant\n{prefix}")
@@ -82,7 +69,7 @@ def test_bridges_of_known_and_unknown_families_are_exact(build: Build, name: str
 
 def test_a_template_that_drops_thoughts_begins_a_segment(build: Build) -> None:
     """Qwen3 forgets what it thought when a user says something new, and keeps it within the calls of tools."""
-    form = build(read("qwen3").replace("# Tools", "# My tools"))  # no known family
+    form = build(read_template("qwen3").replace("# Tools", "# My tools"))  # no known family
     assert form._family is None
     prompt = form.render(USER, [])
     turn = Turn(None, to_bytes(prompt), to_bytes(words("<think>hm</think>4")), True, has_thoughts=True)
@@ -118,6 +105,6 @@ def test_a_template_that_fails_is_an_error_of_the_request(
 
 
 def test_options_of_the_template(build: Build) -> None:
-    form = build(read("qwen3"), enable_thinking=False)
+    form = build(read_template("qwen3"), enable_thinking=False)
     assert type(form._family).__name__ == "Qwen3Renderer"
     assert form.decode(form.render(USER, [])).endswith("assistant\n<think>\n\n</think>\n\n")

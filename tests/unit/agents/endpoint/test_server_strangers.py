@@ -89,6 +89,14 @@ def test_a_body_is_no_larger_than_32_mib(engine: ScriptedEngine) -> None:
     assert (status, answer["type"], answer["error"]["type"]) == (413, "error", "request_too_large")
 
 
+def test_an_empty_prompt_is_refused(engine: ScriptedEngine) -> None:
+    _, token = engine.open()
+    prompts: list[Any] = ["", [], [265], [-1], ["a", "b"]]
+    for prompt in prompts:
+        assert post(engine, "/v1/completions", {"prompt": prompt}, bearer(token))[0] == 400
+    assert engine.calls == []
+
+
 def test_unknown_routes_and_methods_are_errors_in_json(engine: ScriptedEngine) -> None:
     _, token = engine.open()
     assert post(engine, "/v1/embeddings", {}, bearer(token))[0] == 404

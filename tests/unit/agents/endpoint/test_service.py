@@ -1,12 +1,28 @@
 """The tokens of chats, whatever a model says in them."""
 
+import asyncio
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 
-from rlflow.agents.messages import Call
-from tests.unit.agents.endpoint.conftest import END, NAMES, ScriptedEngine, ids_of, post, words
+from rlflow.agents.base import ModelSpec
+from rlflow.agents.endpoint.episodes import EndpointEpisode
+from rlflow.agents.endpoint.history import to_bytes
+from rlflow.agents.endpoint.service import Chat as ChatRequest
+from rlflow.agents.endpoint.service import Options, Service
+from rlflow.agents.messages import Call, Reply
+from tests.unit.agents.endpoint.conftest import (
+    END,
+    NAMES,
+    ScriptedEngine,
+    ids_of,
+    post,
+    read_template,
+    save_tokenizer,
+    words,
+)
 
 pytestmark = pytest.mark.slow  # the endpoint takes some seconds to start
 
@@ -97,3 +113,40 @@ def test_subagents_and_branches_continue_their_own_tokens(engine: ScriptedEngine
     assert [prompt[: len(first)] == first for prompt in rest] == [True, True, True, False]
     assert rest[2][: len(rest[0])] == rest[0]
     assert chat.counts == []
+
+
+class InstantLink:
+    """A link to an engine that answers at once."""
+
+    def __init__(self, *texts: str) -> None:
+        self.texts = list(texts)
+        self.prompts: list[list[int]] = []
+        self.counts: list[str] = []
+
+    async def call(self, episode: str, prompt_ids: bytes, max_tokens: int, is_repeated: bool) -> Reply:
+        self.prompts.append(ids_of(prompt_ids))
+        return Reply(len(self.prompts), to_bytes(words(self.texts[len(self.prompts) - 1])), b"", finished=True)
+
+    def count(self, episode: str, name: str) -> None:
+        self.counts.append(name)
+
+
+def test_thoughts_that_a_client_drops_end_with_the_template(tmp_path: Path) -> None:
+    """Qwen3 drops thoughts when a user says something new, so a segment with thoughts of an earlier call ends there."""
+    save_tokenizer(tmp_path, read_template("qwen3").replace("# Tools", "# My tools"))  # no known family
+    link: Any = InstantLink("<think>hm</think>I look.", "It is 4.", "Yes.")
+    service = Service(ModelSpec(str(tmp_path), "policy", 4096, 256), link)
+    episode, messages = EndpointEpisode("e", b"", b""), [user("2 + 2?")]
+    for message in ({"role": "tool", "content": "4"}, user("Sure?"), None):
+        answer = asyncio.run(service.answer_chat(episode, ChatRequest(messages, [], Options()), {}))
+        messages += [{"role": "assistant", "content": answer.text}, message]
+    first, second, third = link.prompts
+    assert second[: len(first)] == first
+    assert third[: len(first)] == first
+    assert ord("h") in second[len(first) : len(first) + 3]
+    text = (
+        "I look.<|im_end|>\n<|im_start|>user\n<tool_response>\n4\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
+    text += "It is 4.<|im_end|>\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
+    assert third[len(first) :] == words(text, finished=False)
+    assert link.counts == ["rerendered_template"]
