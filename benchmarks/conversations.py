@@ -38,7 +38,7 @@ from rlflow.compiler.models import models_in_use
 from rlflow.compiler.plan import Plan
 from rlflow.nodes.generate import Converse
 from rlflow.resources.time.lengths import Lengths
-from rlflow.runtime.objects.store_usage import edge
+from rlflow.runtime.objects.store_usage import count_towards
 from rlflow.runtime.ray.runtime import RayRuntime
 from rlflow.system.processes import descendants
 
@@ -173,7 +173,7 @@ def measure(plan: Plan, count: int) -> tuple[float, Conversations, Mapping[str, 
         tempfile.TemporaryDirectory() as folder,
         patch("rlflow.runtime.ray.role_workers.EngineWorker", TurnWorker),
         RayRuntime().start(plan, models, Path(folder)) as engines,
-        edge("rollouts"),
+        count_towards("rollouts"),
     ):
         engine: Any = engines["rollout"]
         engine.generate(prompts(count, WARM_UP), sampling)

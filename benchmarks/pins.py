@@ -160,7 +160,7 @@ def _workload(demands: Sequence[Demand]) -> Workload:
         for role in roles
     )
     return Workload(
-        tasks=tasks, copies=tuple(WeightSync(source=trained[0], target=role) for role in generated if trained)
+        tasks=tasks, weight_syncs=tuple(WeightSync(source=trained[0], target=role) for role in generated if trained)
     )
 
 

@@ -89,7 +89,7 @@ def _asking(given: Requirements, roles: Sequence[str], cluster: Cluster, draw: r
     return Requirements(
         demands=tuple(replace(demands[ROLES[role]], role=role, pins=_wants(cluster, draw)) for role in roles),
         workload=Workload(
-            tasks=tuple(nodes[role] for role in order), copies=(WeightSync(source="actor", target="rollout"),)
+            tasks=tuple(nodes[role] for role in order), weight_syncs=(WeightSync(source="actor", target="rollout"),)
         ),
     )
 

@@ -62,7 +62,7 @@ def ten_roles() -> Requirements:
                 for of in ("rollout", "reference", "actor")
                 for role in kinds[of]
             ),
-            copies=tuple(WeightSync(source="actor", target=role) for role in written),
+            weight_syncs=tuple(WeightSync(source="actor", target=role) for role in written),
         ),
     )
 

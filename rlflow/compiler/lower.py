@@ -51,7 +51,7 @@ def lower(recipe: Recipe, graph: Graph) -> Requirements:
     tasks = step_tasks(recipe, graph)
     workload = Workload(
         tasks=tasks,
-        copies=syncs,
+        weight_syncs=syncs,
         edges=graph_edges(graph, tasks, _text_bytes(recipe)),
         evaluation=evaluation_tasks(recipe, graph, tasks),
         ahead=_ahead(recipe, graph),

@@ -60,7 +60,7 @@ def run_cost(
     return RunCost(hours=hours, hours_range=(low, high), gpu_hours=hours * prediction.num_gpus, price=price)
 
 
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 # The path of the error for a search that found nothing, where no value of the recipe alone is to blame.
 NOTHING_FITS = "roles"
 # Seconds. If a step on CPUs takes longer, the recipe is meant for GPUs.

@@ -58,7 +58,7 @@ def _boxes(plan: Plan) -> dict[str, dict[str, Any]]:
     boxes = {name: box(name, "data", None, []) for name in sorted(plan.graph.sources)}
     for node in plan.graph.nodes:
         boxes[node.name] = box(node.name, node.operation.kind, node.role, list(dict.fromkeys(node.inputs.values())))
-    for sync in plan.workload.copies:
+    for sync in plan.workload.weight_syncs:
         trains = [node.name for node in plan.graph.nodes if node.role == sync.source and "Trains" in node.capabilities]
         boxes[sync.node] = box(sync.node, "weights", sync.target, trains)
     return boxes

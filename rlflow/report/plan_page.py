@@ -143,7 +143,7 @@ def _role_of(plan: Plan, node: str) -> str | None:
     nodes: dict[str, GraphNode] = {planned.name: planned for planned in plan.graph.nodes}
     if node in nodes:
         return nodes[node].role
-    return next((sync.target for sync in plan.workload.copies if sync.node == node), None)
+    return next((sync.target for sync in plan.workload.weight_syncs if sync.node == node), None)
 
 
 # The names of the sizes for readers, by the last part of their paths.

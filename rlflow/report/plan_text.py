@@ -76,7 +76,7 @@ def _graph(plan: Plan, colours: Mapping[str, str]) -> Table:
         table.add_row(
             node.name, node.operation.kind, _reads(node), node.operation.output().__name__, _role(node, colours)
         )
-    for sync in plan.workload.copies:
+    for sync in plan.workload.weight_syncs:
         table.add_row(sync.node, "weights", sync.source, "weights", Text(sync.target, colours[sync.target]))
     return table
 
@@ -222,7 +222,7 @@ def _timeline(plan: Plan, colours: Mapping[str, str], width: int) -> RenderableT
     prediction = plan.prediction
     step = prediction.step_seconds or 1.0
     roles = {node.name: node.role for node in plan.graph.nodes} | {
-        sync.node: sync.target for sync in plan.workload.copies
+        sync.node: sync.target for sync in plan.workload.weight_syncs
     }
     names = max(12, *(len(node) + 2 for node in prediction.nodes)) if prediction.nodes else 12
     bar = min(_BAR, width - 12 - names)

@@ -145,7 +145,7 @@ class Workload:
 
     tasks: tuple[Task, ...]
     """In order: each task comes after the tasks that it reads."""
-    copies: tuple[WeightSync, ...] = ()
+    weight_syncs: tuple[WeightSync, ...] = ()
     """One for each role that follows another."""
     edges: tuple[Edge, ...] = ()
     evaluation: tuple[Task, ...] = ()

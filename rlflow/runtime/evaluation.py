@@ -13,7 +13,7 @@ from rlflow.nodes.base import GraphNode
 from rlflow.recipe.evaluation import Evaluation, mean_metric, metric_name, pass_metrics
 from rlflow.runtime.checkpoint import RunProgress
 from rlflow.runtime.graph_runner import GraphRunner
-from rlflow.runtime.objects.store_usage import edge
+from rlflow.runtime.objects.store_usage import count_towards
 
 
 class Evaluator(Protocol):
@@ -38,7 +38,7 @@ class RewardEvaluator:
         metrics = {}
         for name, generate in self.generators.items():
             prompts = data.held_out_prompts(name)
-            with edge("evaluation"):
+            with count_towards("evaluation"):
                 rollouts: Rollouts = self._run(generate, prompts)
                 rewards: Rewards = self._run(self.reward, rollouts)
             count = len(rewards) // len(prompts)
@@ -68,7 +68,7 @@ class PairEvaluator:
 
     def _accuracy(self, pairs: Pairs) -> float:
         edges: dict[str, Any] = {"pairs": pairs}
-        with edge("evaluation"):
+        with count_towards("evaluation"):
             for node in self.before:
                 edges[node.name] = self.runner.run_node(node, edges, in_evaluation=True)
             inputs: Mapping[str, Any] = {name: edges[origin] for name, origin in self.update.inputs.items()}

@@ -15,7 +15,7 @@ from rlflow.errors import EngineError, NotFiniteError, UserError, below
 from rlflow.nodes.base import GraphNode, Node, State
 from rlflow.runtime.finite import check_advantages
 from rlflow.runtime.generation.streaming_nodes import StreamingNodes
-from rlflow.runtime.objects.store_usage import edge
+from rlflow.runtime.objects.store_usage import count_towards
 from rlflow.runtime.protocols import Engines
 
 
@@ -133,7 +133,7 @@ class GraphRunner:
         inputs = {name: edges[origin] for name, origin in node.inputs.items()}
         arguments = inputs if node.role is None else {**inputs, "engine": self.engines[node.role]}
         try:
-            with below(f"graph.{node.name}"), edge(node.name), naming(node.name):
+            with below(f"graph.{node.name}"), count_towards(node.name), naming(node.name):
                 placed = self._placed(node)
                 if node.name not in self._states:
                     output = placed.run(**arguments)

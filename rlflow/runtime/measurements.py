@@ -32,7 +32,7 @@ class StepTimes:
     def nodes(self) -> dict[str, Pair]:
         """Return the predicted and measured seconds of each node; ``copy`` stands for all weight syncs."""
         plan = self._plan
-        syncs = {sync.node for sync in plan.workload.copies}
+        syncs = {sync.node for sync in plan.workload.weight_syncs}
         predicted = {name: time.seconds for name, time in plan.prediction.nodes.items() if name not in syncs}
         if syncs:
             predicted[_COPY] = sum(plan.prediction.nodes[name].seconds for name in syncs)
@@ -93,7 +93,7 @@ def figures_per_gpu(plan: Plan, seconds: Mapping[str, float], total: float, toke
     roles = {task.node: task.role for task in plan.workload.tasks}
     for pool in plan.prediction.pools:
         busy = sum(time for node, time in seconds.items() if roles.get(node) in pool.roles)
-        if any({sync.source, sync.target} & set(pool.roles) for sync in plan.workload.copies):
+        if any({sync.source, sync.target} & set(pool.roles) for sync in plan.workload.weight_syncs):
             busy += seconds[_COPY]
         figures[f"pools/{'-'.join(pool.roles)}/idle_seconds"] = max(0.0, total - busy)
     return figures

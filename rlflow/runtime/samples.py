@@ -10,7 +10,7 @@ from rlflow.batch import Advantages, Rewards, RolloutAdvantages, Rollouts
 from rlflow.compiler.graph import Graph
 from rlflow.data.source import DataSource
 from rlflow.nodes.reward import SummedRewards
-from rlflow.runtime.objects.store_usage import edge
+from rlflow.runtime.objects.store_usage import count_towards
 from rlflow.runtime.protocols import Choice, Sample
 
 
@@ -42,7 +42,7 @@ class SampleReader:
         rows = present[list(chosen.values())]
         rollouts, advantages = rollouts.take(rows), output.take(rows)
         rewards = None if rewards is None else rewards.take(rows)
-        with edge("samples"):
+        with count_towards("samples"):
             texts = self._data.texts(rollouts.as_sequences())
         return [
             Sample(

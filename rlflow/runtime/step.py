@@ -10,7 +10,7 @@ from rlflow.nodes.minibatches import schedule_behind
 from rlflow.runtime.finite import check_values
 from rlflow.runtime.graph_runner import naming, note_times
 from rlflow.runtime.measurements import figures_per_gpu
-from rlflow.runtime.objects.store_usage import edge
+from rlflow.runtime.objects.store_usage import count_towards
 from rlflow.runtime.training import Training
 
 SKIPPED = "skipped_at/"
@@ -65,7 +65,7 @@ def _run_nodes(training: Training, step: int, outputs: "_StepOutputs") -> dict[s
         data = training.data
         read = {"prompts": data.prompts, "examples": data.examples, "pairs": data.pairs}
         for name in training.graph.sources:
-            with edge(name):
+            with count_towards(name):
                 outputs.edges[name] = read[name](step)
             outputs.add(name, outputs.edges[name])
     if outputs.edges:

@@ -172,7 +172,7 @@ def edges_of(plan: Plan) -> list[tuple[str, str]]:
     nodes = {node.name for node in graph.nodes} - ahead
     edges = [(origin, node.name) for node in graph.nodes for origin in node.inputs.values()]
     last = {node.role: node.name for node in graph.nodes}
-    edges += [(last[sync.source], _COPY) for sync in plan.workload.copies if sync.source in last]
+    edges += [(last[sync.source], _COPY) for sync in plan.workload.weight_syncs if sync.source in last]
     return [(origin, target) for origin, target in edges if origin in nodes and target in {*nodes, _COPY}]
 
 

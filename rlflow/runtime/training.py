@@ -140,6 +140,6 @@ _REWRITES: Sequence[Callable[[Training], Training]] = (_generate_in_rounds, _gen
 def sync_followers(plan: Plan, engines: Engines, version: int) -> float:
     """Sync the weights of trained roles to the roles that follow them, and return the seconds it took."""
     start = time.perf_counter()
-    for sync in plan.workload.copies:
+    for sync in plan.workload.weight_syncs:
         engines[sync.target].load_weights(engines[sync.source].weights(), version)
     return note_times(engines, "copy", [(start, time.perf_counter())])

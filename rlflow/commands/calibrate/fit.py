@@ -173,8 +173,8 @@ def measured_nodes(plan: Plan, report: Mapping[str, Any], calibration: Calibrati
             names = tuple(_IN_GENERATION if task.kind == "generate" else _IN_PASSES)
             predict = _formula(plan, demands[task.role], task, _speed(plan, task.role, calibration))
             nodes.append(MeasuredNode(demands[task.role].engine, names, predict, measured[task.node]))
-    if len(plan.workload.copies) == 1 and "copy" in measured:
-        [sync] = plan.workload.copies
+    if len(plan.workload.weight_syncs) == 1 and "copy" in measured:
+        [sync] = plan.workload.weight_syncs
         source, target = demands[sync.source], demands[sync.target]
         source_gpus, target_gpus = (plan.roles[role].layout.num_gpus for role in (sync.source, sync.target))
         same = set(plan.roles[sync.source].bundles) == set(plan.roles[sync.target].bundles)

@@ -15,12 +15,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlflow.engines.base import EngineSpec
 from rlflow.engines.causal_lm.attention import has_varlen_kernel
+from rlflow.resources.time.passes import MIN_COMPILED_WIDTH
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-# A smaller model makes a step in less time than compiling takes.
-_MIN_HIDDEN_SIZE = 512
 
 
 @cache
@@ -43,7 +41,7 @@ def pays_to_compile(spec: EngineSpec, model: "PreTrainedModel") -> bool:
     """
     device, hidden_size = torch.device(spec.device), model.config.get_text_config().hidden_size
     has_kernel = has_varlen_kernel(getattr(torch, spec.model.dtype), device)
-    is_small, is_gathered = hidden_size < _MIN_HIDDEN_SIZE, spec.layout.zero_stage == 3
+    is_small, is_gathered = hidden_size < MIN_COMPILED_WIDTH, spec.layout.zero_stage == 3
     # The weights of all experts of a layer are one tensor.
     has_experts = any(weight.dim() == 3 for weight in model.parameters())
     return has_kernel and can_compile(device.type) and not (is_small or is_gathered or has_experts)

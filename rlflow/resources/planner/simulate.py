@@ -72,7 +72,7 @@ class StepScheduler:
     """
 
     def __init__(self, workload: Workload, pool_of: Mapping[str, int]) -> None:
-        self.nodes = [task.node for task in workload.tasks] + [sync.node for sync in workload.copies]
+        self.nodes = [task.node for task in workload.tasks] + [sync.node for sync in workload.weight_syncs]
         self._pools: list[tuple[int, ...]] = [
             (pool_of[task.role],) if task.role is not None else () for task in workload.tasks
         ]
@@ -80,11 +80,11 @@ class StepScheduler:
         takes_turns = workload.takes_turns({role: (pool,) for role, pool in pool_of.items()})
         ahead = workload.ahead.nodes if workload.ahead and not takes_turns else ()
         after = [[node for node in task.after if task.node in ahead or node not in ahead] for task in workload.tasks]
-        for sync in workload.copies:
+        for sync in workload.weight_syncs:
             self._pools.append(tuple(sorted({pool_of[sync.source], pool_of[sync.target]})))
             after.append([task.node for task in workload.tasks if task.role == sync.source and task.kind == "update"])
         self._after = [[self.nodes.index(node) for node in nodes] for nodes in after]
-        self._streams = [task.streams for task in workload.tasks] + [False] * len(workload.copies)
+        self._streams = [task.streams for task in workload.tasks] + [False] * len(workload.weight_syncs)
         self._num_pools = len(set(pool_of.values()))
 
     def schedule(self, seconds: Mapping[str, float]) -> Schedule:

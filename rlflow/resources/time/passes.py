@@ -26,6 +26,8 @@ _HOST_STEP_S, _HOST_SAMPLE_S, _HOST_TOKEN_S = 0.1, 0.08e-3, 0.6e-6
 # Time of each tensor of the file in a weight sync: it is gathered, renamed, looked up and copied into the engine. A
 # model with experts has tens of thousands.
 SYNC_TENSOR_S = 0.7e-3
+MIN_COMPILED_WIDTH = 512
+"""The least hidden size of compiled models; a smaller one makes a step in less time than compiling takes."""
 
 
 @dataclass(frozen=True)

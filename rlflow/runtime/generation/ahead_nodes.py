@@ -20,7 +20,7 @@ from rlflow.nodes.base import GraphNode
 from rlflow.nodes.generate import Generate
 from rlflow.runtime.generation.dispatcher import LaterSteps
 from rlflow.runtime.generation.resampling import RunGraph
-from rlflow.runtime.objects.store_usage import edge
+from rlflow.runtime.objects.store_usage import count_towards
 from rlflow.runtime.protocols import Engines
 
 
@@ -105,7 +105,7 @@ class AheadNodes:
                 note_time(step)
                 on_complete(step)
 
-        with edge(node.name):
+        with count_towards(node.name):
             prompts = {step: self._data.prompts(step) for step in found}
             partial = [each.outputs[node.name] for each in found.values() if node.name in each.outputs]
             rollouts = self._engines[str(node.role)].generate_ahead(
@@ -157,7 +157,7 @@ class AheadNodes:
     def _read(self, graph: Graph, step: int) -> dict[str, Any]:
         edges: dict[str, Any] = {}
         for source in graph.sources:
-            with edge(source):
+            with count_towards(source):
                 edges[source] = getattr(self._data, source)(step)
         return edges
 

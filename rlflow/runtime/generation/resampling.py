@@ -12,7 +12,7 @@ from rlflow.batch import Sequences
 from rlflow.compiler.graph import Graph
 from rlflow.data.source import DataSource
 from rlflow.nodes.base import GraphNode
-from rlflow.runtime.objects.store_usage import edge
+from rlflow.runtime.objects.store_usage import count_towards
 
 _STATE = "place.json"
 # The smallest round as a share of a batch. Few prompts take nearly as long as many, and more of them make another round
@@ -53,7 +53,7 @@ class ResamplingRounds:
         answered = num_chosen = 0
         while num_chosen < self._batch_size and len(rounds) < self._max_rounds:
             count = self._round_size(answered, num_chosen)
-            with edge("prompts"):
+            with count_towards("prompts"):
                 part: dict[str, Any] = {"prompts": self._data.prompts_from(self._next_prompt, step, answered, count)}
             self._next_prompt, answered = self._next_prompt + count, answered + count
             took = self._run_graph(Graph(nodes=self._nodes), dict(part), part.__setitem__)

@@ -16,7 +16,7 @@ _EDGE: ContextVar[str] = ContextVar("edge", default="")
 
 
 @contextmanager
-def edge(name: str) -> Iterator[None]:
+def count_towards(name: str) -> Iterator[None]:
     """Count the results of calls inside towards the edge ``name``; within another edge, ``outer/name``."""
     outer = _EDGE.get()
     token = _EDGE.set(f"{outer}/{name}" if outer else name)

@@ -170,4 +170,4 @@ def sleeping_roles(plan: Plan) -> set[str]:
 
 def replaced_roles(plan: Plan) -> set[str]:
     """Return the roles that receive all weights in every step. Syncs of adapters leave the other weights."""
-    return {sync.target for sync in plan.workload.copies if plan.recipe.lora_of(sync.target) is None}
+    return {sync.target for sync in plan.workload.weight_syncs if plan.recipe.lora_of(sync.target) is None}

@@ -18,9 +18,9 @@ SECONDS = {"rollouts": 5.0, "rewards": 1.0, "update": 2.0, "copy": 0.5}
 
 
 def plan(**workload: Any) -> Any:
-    copies = (WeightSync(source="actor", target="rollout"),)
+    weight_syncs = (WeightSync(source="actor", target="rollout"),)
     return SimpleNamespace(
-        workload=SimpleNamespace(**{"tasks": TASKS, "copies": copies, "ahead": None, **workload}),
+        workload=SimpleNamespace(**{"tasks": TASKS, "weight_syncs": weight_syncs, "ahead": None, **workload}),
         prediction=SimpleNamespace(num_gpus=4, pools=POOLS),
     )
 

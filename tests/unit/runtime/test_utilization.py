@@ -9,7 +9,7 @@ from rlflow.batch import Metrics, Minibatch
 from rlflow.compiler.plan import Plan
 from rlflow.engines.base import TokenLoss
 from rlflow.nodes.policy_loss import LikelihoodLoss
-from rlflow.runtime.objects.store_usage import edge
+from rlflow.runtime.objects.store_usage import count_towards
 from rlflow.runtime.utilization import UpdateWork
 from tests.helpers import load, minibatch, sequences
 
@@ -42,7 +42,7 @@ def utilization(cluster: str, *overrides: str) -> dict[str, float]:
     """Return the MFU of two optimizer steps of 0.2 s, and check that both reach the engine."""
     engine = Engine()
     work = UpdateWork(planned(cluster, *overrides), {"actor": engine})
-    with edge("update"):
+    with count_towards("update"):
         for _ in range(2):
             assert engine.update(BATCH, LikelihoodLoss()).values == {"loss": 1.0}
     assert engine.calls == 2
@@ -72,7 +72,7 @@ def test_a_cpu_has_no_peak_to_compare_with() -> None:
 def test_the_work_of_a_skipped_step_counts_for_no_other() -> None:
     engine = Engine()
     work = UpdateWork(planned("1x8"), {"actor": engine})
-    with edge("update"):
+    with count_towards("update"):
         engine.update(BATCH, LikelihoodLoss())
     assert work.take_utilization({}) == {}
     assert work.take_utilization({"update": 1.0}) == {}

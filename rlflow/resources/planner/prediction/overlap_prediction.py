@@ -82,7 +82,7 @@ def predict_overlap(
         return None
     turns = inputs.workload.takes_turns({role: (pool,) for role, pool in candidate.pool_of.items()})
     spans = candidate.schedule.spans
-    syncs = {sync.node for sync in inputs.workload.copies}
+    syncs = {sync.node for sync in inputs.workload.weight_syncs}
     train = max((span.end for span in spans if span.node not in syncs and span.node not in ahead.nodes), default=0.0)
     if turns:
         train = max(0.0, train - max(span.end for span in spans if span.node in ahead.nodes))

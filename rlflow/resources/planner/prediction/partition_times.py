@@ -40,7 +40,7 @@ class PartitionTimes:
         none = np.zeros(num_sizes)
         syncs = {
             sync.node: none + min(self._sync_seconds(sync, gpus, gpus) for gpus in (1, 2))
-            for sync in self._inputs.workload.copies
+            for sync in self._inputs.workload.weight_syncs
         }
         rows = [{**seconds, **syncs}.get(node, none) for node in self._scheduler.nodes]
         return self._scheduler.step_seconds(np.array(rows))
@@ -52,7 +52,7 @@ class PartitionTimes:
             seconds |= use.seconds
         for node, reading_s in reading.items():
             seconds[node] += reading_s
-        for sync in self._inputs.workload.copies:
+        for sync in self._inputs.workload.weight_syncs:
             source, target = (uses[self._pool_of[role]].choices[role].layout for role in (sync.source, sync.target))
             seconds[sync.node] = self._sync_seconds(sync, source.num_gpus, target.num_gpus)
             if self._pool_of[sync.source] == self._pool_of[sync.target] and target.sleeps and not target.receives_awake:

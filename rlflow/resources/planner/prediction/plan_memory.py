@@ -61,7 +61,7 @@ def _sync_terms(inputs: PlannerInputs, candidate: Candidate, role: str) -> Terms
         sync_memory(
             sync, inputs.demands, candidate.choices, sharp, same_gpus=pool_of[sync.source] == pool_of[sync.target]
         )
-        for sync in inputs.workload.copies
+        for sync in inputs.workload.weight_syncs
         if sync.source == role
     ]
     return max(syncs, key=total_gib, default={})

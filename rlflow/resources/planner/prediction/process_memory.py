@@ -82,7 +82,7 @@ def _role_on_cpu(demand: Demand, workload: Workload, placement: RolePlacement) -
         return None
     tasks, layout = workload.of(demand.role), placement.layout
     phases: set[Phase] = {task.kind for task in tasks if task.kind != "host"}
-    if any(demand.role == sync.target for sync in workload.copies):
+    if any(demand.role == sync.target for sync in workload.weight_syncs):
         phases.add("sync")
     workers = layout.data_parallel_size
     passes = [task for task in tasks if task.kind in ("score", "update")]

@@ -89,7 +89,7 @@ def host_memory(demand: Demand, choice: RoleChoice, workload: Workload) -> Terms
         return host_terms(model, layout, demand.training, offloads=layout.sleeps, data_gib=data)
     if demand.job == "serve":
         # vLLM's sleep keeps the weights in the host's memory unless a weight sync replaces all of them.
-        replaced = demand.follows_lora is None and demand.role in {sync.target for sync in workload.copies}
+        replaced = demand.follows_lora is None and demand.role in {sync.target for sync in workload.weight_syncs}
         sleeping = 0.0 if replaced or not layout.sleeps else _PINNED * choice.awake["weights"]
         return {"weights": sleeping, "data": data}
     if not (layout.sleeps or layout.offload == "weights"):
@@ -137,7 +137,7 @@ def sync_needs(
     demands: Mapping[str, Demand], choices: Mapping[str, RoleChoice], workload: Workload, sharp: Sharp
 ) -> Iterator[tuple[WeightSync, float]]:
     """Yield each weight sync between roles of a pool with the memory that it needs, idle roles included."""
-    for sync in workload.copies:
+    for sync in workload.weight_syncs:
         if sync.source in choices and sync.target in choices:
             needed = sum(sync_memory(sync, demands, choices, sharp, same_gpus=True).values())
             idle = (choice for role, choice in choices.items() if role not in (sync.source, sync.target))

@@ -12,6 +12,7 @@ from rlflow.resources.models.lora import adapter_parameters, adapter_tensors
 from rlflow.resources.planner.pools import Pool, RoleChoice
 from rlflow.resources.time.decoding import Generation, Requests, decoder_of, generation
 from rlflow.resources.time.passes import (
+    MIN_COMPILED_WIDTH,
     SYNC_TENSOR_S,
     Kernels,
     PassBatch,
@@ -30,8 +31,6 @@ MAX_NUM_SEQS = 1024
 # scoring, counted by ``benchmarks.update_budgets``: 16.2 and 22.9 with 896 and 3,584 values in training, 4.3 and 5.4 in
 # scoring. Gradients of hidden states are added up tile by tile, so that wide states take more.
 _TRAINED_LOGIT_BYTES, _SCORED_LOGIT_BYTES = (14.0, 2.47e-3), (4.0, 3.8e-4)
-# The narrowest models whose layers are compiled (engines/causal_lm/compilation.py).
-_COMPILED_WIDTH = 512
 DEFAULT_NUM_SEQS = 256
 """Sequences that an engine generates at once where its memory is not planned."""
 
@@ -103,7 +102,7 @@ def engine_kernels(demand: Demand, layout: Layout, speed: Speed) -> Kernels:
     if speed.is_cpu:
         return Kernels(value_bytes=value_bytes, gradient_bytes=gradient_bytes, adapters=adapters)
     is_trainer = "sequence" in demand.parallel
-    pays = model.hidden_size >= _COMPILED_WIDTH and not model.num_experts and layout.zero_stage != 3
+    pays = model.hidden_size >= MIN_COMPILED_WIDTH and not model.num_experts and layout.zero_stage != 3
     return Kernels(
         value_bytes=value_bytes,
         gradient_bytes=gradient_bytes,

@@ -65,7 +65,7 @@ def _receiving_awake(pool: Pool, use: PoolUse, workload: Workload) -> PoolUse:
     The role that sends the weights then keeps the memory that they go through.
     """
     demands, choices = {demand.role: demand for demand in pool.demands}, dict(use.choices)
-    for sync in workload.copies:
+    for sync in workload.weight_syncs:
         if sync.source in choices and sync.target in choices and choices[sync.target].layout.sleeps:
             buffers = sync_memory(sync, demands, choices, pool.host_set.sharp, same_gpus=True)
             source, target = choices[sync.source], choices[sync.target]

@@ -92,7 +92,7 @@ def workload(demands: Sequence[Demand], longest: int = 1024, samples: int = 256)
     tasks += [task(role, role, "score", *generating, **sizes) for role in scoring]
     tasks += [task(role, role, "update", *generating, *scoring, **sizes) for role in training]
     syncs = tuple(WeightSync(source=training[0], target=role) for role in generating if training)
-    return Workload(tasks=tuple(tasks), copies=syncs)
+    return Workload(tasks=tuple(tasks), weight_syncs=syncs)
 
 
 def search(demands: Sequence[Demand], on: Cluster, **sizes: int) -> Search:

@@ -24,7 +24,7 @@ GRPO = Workload(
         of("reference", "score", "rollout"),
         of("actor", "update", "rollout", "reference"),
     ),
-    copies=(WeightSync(source="actor", target="rollout"),),
+    weight_syncs=(WeightSync(source="actor", target="rollout"),),
 )
 SECONDS = {"rollout": 10.0, "reference": 4.0, "actor": 8.0, "actor->rollout": 1.0}
 

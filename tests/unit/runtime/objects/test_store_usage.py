@@ -7,7 +7,7 @@ import numpy as np
 
 from rlflow.batch import Logprobs, Rewards
 from rlflow.runtime.objects.store import StoredColumn, block_for
-from rlflow.runtime.objects.store_usage import StoreUsage, current_edge, edge
+from rlflow.runtime.objects.store_usage import StoreUsage, count_towards, current_edge
 
 MIB = 2**20
 
@@ -66,6 +66,6 @@ def test_many_threads_lose_nothing() -> None:
 
 
 def test_an_edge_is_named_within_its_context() -> None:
-    with edge("evaluation"), edge("rollouts"):
+    with count_towards("evaluation"), count_towards("rollouts"):
         assert current_edge() == "evaluation/rollouts"
     assert current_edge() == ""
