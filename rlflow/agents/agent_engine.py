@@ -151,6 +151,7 @@ class AgentEngine(SessionEngine):
         for count in counts:
             if (episode := self._episodes.get(count.episode)) is not None:
                 episode.measures[count.name] += int(count.value)
+                episode.is_refused |= count.name == "refused_context"
 
     def _end_episodes(self, ended: list[EpisodeEnded]) -> None:
         """Complete episodes that agents have ended."""
@@ -161,12 +162,14 @@ class AgentEngine(SessionEngine):
                 continue
             if not episode.is_live:
                 episode.end = message
-            elif isinstance(message.outcome, Failure):
+            elif isinstance(message.outcome, Failure) and not episode.is_refused:
                 self._retry(episode, message.outcome)
             elif not any(True for _ in episode.record.done_calls()):
                 self._retry(episode, Failure("invalid", "ended without a reply of the model"))
             else:
-                self._complete(episode, message.outcome)
+                # A program that fails because a limit refused its call is cut there.
+                outcome = message.outcome
+                self._complete(episode, Outcome(finished=False) if isinstance(outcome, Failure) else outcome)
 
     def _complete(self, episode: Episode, outcome: Outcome | None, reason: str = "") -> None:
         self._calls.stop([(episode, name) for name in list(episode.generating)])

@@ -42,6 +42,8 @@ class Episode:
     """The outcome, if the agent ended the episode while it was interrupted."""
     idle_since: float = 0.0
     """The time of its start, the last answer, or its interruption."""
+    is_refused: bool = False
+    """A limit of the recipe has refused a call of this attempt."""
     measures: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -59,5 +61,5 @@ class Episode:
     def begin_attempt(self, name: str, worker: AgentWorker, now: float) -> None:
         """Take note of an attempt with a fresh environment."""
         self.name, self.worker, self.idle_since = name, worker, now
-        self.numbers, self.waiting, self.end = {}, {}, None
+        self.numbers, self.waiting, self.end, self.is_refused = {}, {}, None, False
         self.record.begin_attempt()

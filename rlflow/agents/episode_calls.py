@@ -52,6 +52,7 @@ class EpisodeCalls:
             record, ids = episode.record, np.frombuffer(call.prompt_ids, np.int32)
             name = record.name_of(call.prompt_ids, call.max_tokens, call.is_repeated)
             if name not in record.used and (refusal := self._refusal(call.number, len(record.used), len(ids))):
+                episode.is_refused = True
                 answers.append(refusal)
                 continue
             record.used[name] = None

@@ -1,0 +1,55 @@
+"""Episodes that end at a limit of the recipe."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlflow.agents.agent_engine import AgentEngine
+from rlflow.agents.base import Client, LimitReachedError
+from rlflow.agents.options import AgentOptions
+from rlflow.engines.base import Sampling
+from rlflow.engines.causal_lm.new_tokenizers import new_tokenizer
+from rlflow.errors import RecipeError
+from rlflow.recipe import Model
+from rlflow.rewards.base import Row
+from tests.helpers import WritingEngine, prompts, spec
+
+HERE = "tests.unit.agents.test_agent_engine_limits"
+
+
+async def fail_at_the_limit(client: Client, row: Row) -> float:
+    """Ask until a call is refused, and fail as programs do whose library raises."""
+    try:
+        while True:
+            await client.chat([{"role": "user", "content": "go on"}])
+    except LimitReachedError as error:
+        raise RuntimeError("the library has no answer") from error
+
+
+async def fail_at_once(client: Client, row: Row) -> float:
+    await client.chat([{"role": "user", "content": "go on"}])
+    raise RuntimeError("it is broken")
+
+
+def rollouts(function: str) -> Any:
+    engine = WritingEngine(spec("rollout", capabilities=("Generates",)))
+    engine.tokenizer = new_tokenizer(Model(random_weights=True, tokenizer="bytes"))
+    options = AgentOptions(environment=f"{HERE}:{function}", max_calls=2, turn_tokens=4, max_tokens=512, processes=1)
+    agents = AgentEngine(engine, options)
+    sampling, samples = Sampling(max_tokens=512), prompts((3, 5))
+    return agents.rollouts(samples, [future.result(60) for future in agents.submit(samples, sampling)], sampling)
+
+
+@pytest.mark.slow
+def test_a_program_that_fails_at_a_limit_is_cut_and_not_tried_again() -> None:
+    ended = rollouts("fail_at_the_limit")
+    assert not np.any(ended.finished)
+    assert [dict(measures)["retries"] for measures in ended.measures] == [0, 0]
+    assert list(ended.reasons) == ["", ""]
+
+
+@pytest.mark.slow
+def test_a_program_that_fails_below_its_limits_is_a_failure() -> None:
+    with pytest.raises(RecipeError, match="it is broken"):
+        rollouts("fail_at_once")
