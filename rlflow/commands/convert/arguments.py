@@ -88,24 +88,24 @@ def _values(words: Sequence[str], remarks: dict[str, str]) -> dict[str, Any]:
 
 def _without_config(words: Sequence[str], remarks: dict[str, str]) -> tuple[list[str], str]:
     """Return the words without Hydra's options for its configuration, and its name if that is not verl's own."""
-    options, others = dict[str, str](), list[str]()
+    options, other_words = dict[str, str](), list[str]()
     waiting = ""
     for word in words:
         option = _HYDRA_OPTION.fullmatch(word)
         if waiting:
             options[waiting], waiting = word, ""
         elif option is None:
-            others += [] if word in ("", "\\", "&") else [word]
+            other_words += [] if word in ("", "\\", "&") else [word]
         elif option[2] is None:
             waiting = option[1]
         else:
             options[option[1]] = option[2].strip("'\"")
     name = options.get("--config-name") or options.get("-cn") or ""
     if not options or _CONFIG_NAME.fullmatch(name):
-        return others, ""
+        return other_words, ""
     remark = "is not read; give the values of a configuration of your own as arguments"
     remarks |= {f"{option}={value}": remark for option, value in options.items()}
-    return others, name
+    return other_words, name
 
 
 def _read(word: str) -> tuple[str, Any, str]:

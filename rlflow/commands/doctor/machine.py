@@ -62,32 +62,32 @@ def devices() -> tuple[list[Device], str | None]:
         return [], listing.problem
     # In a container this may not list other processes; the memory in use still shows them.
     users = run_command(["nvidia-smi", "--query-compute-apps=gpu_uuid", "--format=csv,noheader"], NVIDIA_SMI_SECONDS)
-    found = devices_from(listing.output, "" if users.problem else users.output)
+    gpu_devices = devices_from(listing.output, "" if users.problem else users.output)
     gpus = listed_gpus(gpu_listing())
     if any(gpu.slices for gpu in gpus):
         details = run_command(["nvidia-smi", "-q", "-x"], NVIDIA_SMI_SECONDS)
-        found = with_slices(found, gpus, "" if details.problem else details.output)
-    return found, None
+        gpu_devices = with_slices(gpu_devices, gpus, "" if details.problem else details.output)
+    return gpu_devices, None
 
 
 def devices_from(listing: str, users: str) -> list[Device]:
     """Parse two outputs of nvidia-smi: a line for each GPU, and the uuid of its GPU for each process."""
     processes = Counter(line.strip() for line in users.splitlines())
-    found = []
+    gpu_devices = []
     for line in listing.splitlines():
         fields = [field.strip() for field in line.split(",")]
         if len(fields) == len(_GPU_FIELDS.split(",")) and fields[0].isdigit():
             index, uuid, name, total, used, driver = fields
-            found.append(Device(int(index), name, _gib(total), _gib(used), driver, processes[uuid]))
-    return found
+            gpu_devices.append(Device(int(index), name, _gib(total), _gib(used), driver, processes[uuid]))
+    return gpu_devices
 
 
-def with_slices(found: Sequence[Device], gpus: Sequence[ListedGpu], details: str) -> list[Device]:
+def with_slices(gpu_devices: Sequence[Device], gpus: Sequence[ListedGpu], details: str) -> list[Device]:
     """Replace each partitioned GPU by its slices, with their own memory from ``nvidia-smi -q -x``."""
     slices = {int(gpu.index): gpu.slices for gpu in gpus}
     memory = _slice_memory(details)
     result: list[Device] = []
-    for device in found:
+    for device in gpu_devices:
         parts = [
             replace(device, name=part.name, slice=part.number, memory_gib=total, used_gib=used, processes=0)
             for part in slices.get(device.index, ())

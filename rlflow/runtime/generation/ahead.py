@@ -96,20 +96,20 @@ class AheadGeneration(ABC):
         """
         self._complete(step)
         with self._changed:
-            found, judged = self._steps.pop(step), self._judged.pop(step, None)
+            step_outputs, judged = self._steps.pop(step), self._judged.pop(step, None)
         start = time.perf_counter()
         try:
             if judged is not None:
                 judged.result()
         finally:
             self._note_judged(time.perf_counter() - start)
-            edges |= {**self._nodes.later_inputs(step), **found.outputs}
-        if found.error is not None:
-            raise found.error
+            edges |= {**self._nodes.later_inputs(step), **step_outputs.outputs}
+        if step_outputs.error is not None:
+            raise step_outputs.error
         for node in self.nodes:
             on_output(node.name, edges[node.name])
         counts = [self._admission.staleness(step, edges[node.name]) for node in self._nodes.generators]
-        return found.seconds, self._metrics(np.sum(counts, axis=0))
+        return step_outputs.seconds, self._metrics(np.sum(counts, axis=0))
 
     @abstractmethod
     def paused(self) -> AbstractContextManager[None]:
@@ -117,28 +117,28 @@ class AheadGeneration(ABC):
 
     def save(self, folder: Path) -> None:
         """Save the rollouts of later steps, partial ones included."""
-        for step, found in self._steps.items():
-            self._nodes.save(folder, step, found)
+        for step, step_outputs in self._steps.items():
+            self._nodes.save(folder, step, step_outputs)
         state = {
             step: {
                 "is_complete": self._admission.is_complete(step),
-                "error": found.error and {"node": found.error.node, "fact": found.error.args[0]},
+                "error": step_outputs.error and {"node": step_outputs.error.node, "fact": step_outputs.error.args[0]},
             }
-            for step, found in self._steps.items()
+            for step, step_outputs in self._steps.items()
         }
         (folder / _STATE).write_text(json.dumps(state))
 
     def restore(self, folder: Path) -> None:
         """Restore what ``save`` saved, before the first ``sync``."""
-        state = {int(step): each for step, each in json.loads((folder / _STATE).read_text()).items()}
-        for step, each in state.items():
-            found = self._steps[step] = self._nodes.restored(folder, step)
-            if each["error"]:
+        state = {int(step): saved for step, saved in json.loads((folder / _STATE).read_text()).items()}
+        for step, saved in state.items():
+            step_outputs = self._steps[step] = self._nodes.restored(folder, step)
+            if saved["error"]:
                 # Judged by itself it might be trained: the bad value may be in a step that was judged with it.
-                found.error = NotFiniteError(make_printable(each["error"]["fact"]))
-                found.error.node = make_printable(each["error"]["node"])
-            if each["is_complete"]:
-                self._judged[step] = self._judging.submit(self._nodes.judge, found)
+                step_outputs.error = NotFiniteError(make_printable(saved["error"]["fact"]))
+                step_outputs.error.node = make_printable(saved["error"]["node"])
+            if saved["is_complete"]:
+                self._judged[step] = self._judging.submit(self._nodes.judge, step_outputs)
                 self._admission.completed(step)
 
     def close(self) -> None:
@@ -175,8 +175,8 @@ class AheadGeneration(ABC):
                     self._admission.completed(step)
         else:
             with self._changed:
-                found = {step: self._steps.setdefault(step, StepOutputs()) for step in steps}
-            self._nodes.advance(found, self._interrupt, self._note_complete)
+                outputs_of = {step: self._steps.setdefault(step, StepOutputs()) for step in steps}
+            self._nodes.advance(outputs_of, self._interrupt, self._note_complete)
 
     def _note_complete(self, step: int) -> None:
         """Note that a step is complete, while others may still be generated."""

@@ -53,7 +53,7 @@ class AheadNodes:
         """Generate and judge all samples of these steps together."""
         sources = [self._read(self.graph, step) for step in steps]
         num_prompts = [len(next(iter(source.values()))) for source in sources]
-        edges = {name: type(first).concatenate([each[name] for each in sources]) for name, first in sources[0].items()}
+        edges = {name: type(first).concatenate([part[name] for part in sources]) for name, first in sources[0].items()}
         outputs: dict[str, Any] = {}
         seconds: Mapping[str, float] = {}
 
@@ -67,18 +67,18 @@ class AheadNodes:
             seconds = self._run_graph(self.graph, edges, note_output)
         except NotFiniteError as error:
             problem = error
-        found: dict[int, StepOutputs] = {}
+        outputs_of: dict[int, StepOutputs] = {}
         for index, step in enumerate(steps):
             start, end = (sum(num_prompts[:until]) / sum(num_prompts) for until in (index, index + 1))
-            found[step] = StepOutputs(
+            outputs_of[step] = StepOutputs(
                 {name: _take_share(output, start, end) for name, output in outputs.items()},
                 {name: value * (end - start) for name, value in seconds.items()},
                 problem,
             )
-        return found
+        return outputs_of
 
     def advance(
-        self, found: Mapping[int, StepOutputs], interrupt: "Future[None]", on_complete: Callable[[int], None]
+        self, outputs_of: Mapping[int, StepOutputs], interrupt: "Future[None]", on_complete: Callable[[int], None]
     ) -> None:
         """Continue the rollouts of these steps until all are complete, or the ``interrupt`` completes.
 
@@ -92,7 +92,7 @@ class AheadNodes:
         def note_time(step: int) -> None:
             """Count the seconds since the last call as this step's, although engines also wrote later steps in them."""
             nonlocal last
-            now, seconds = time.perf_counter(), found[step].seconds
+            now, seconds = time.perf_counter(), outputs_of[step].seconds
             seconds[node.name] = seconds.get(node.name, 0.0) + now - last
             self._engines.trace.add(node.name, last, now)
             last = now
@@ -101,13 +101,14 @@ class AheadNodes:
             # Engines that fail after they have delivered a step generate it again, for nothing.
             if step not in complete:
                 complete.add(step)
-                found[step].outputs[node.name] = rollouts
+                outputs_of[step].outputs[node.name] = rollouts
                 note_time(step)
                 on_complete(step)
 
         with count_towards(node.name):
-            prompts = {step: self._data.prompts(step) for step in found}
-            partial = [each.outputs[node.name] for each in found.values() if node.name in each.outputs]
+            prompts = {step: self._data.prompts(step) for step in outputs_of}
+            generated = [step_outputs.outputs for step_outputs in outputs_of.values()]
+            partial = [outputs[node.name] for outputs in generated if node.name in outputs]
             rollouts = self._engines[str(node.role)].generate_ahead(
                 Prompts.concatenate(list(prompts.values())),
                 operation.sampling,
@@ -116,31 +117,31 @@ class AheadNodes:
             )
             if rollouts is None:
                 return
-            for step in found.keys() - complete:
-                own = rollouts.take(np.flatnonzero(rollouts.keys[:, 0] == step))
-                if GroupProgress(prompts[step], operation.sampling, own).complete.all():
-                    note_complete(step, own)
-                elif len(own):
+            for step in outputs_of.keys() - complete:
+                of_step = rollouts.take(np.flatnonzero(rollouts.keys[:, 0] == step))
+                if GroupProgress(prompts[step], operation.sampling, of_step).complete.all():
+                    note_complete(step, of_step)
+                elif len(of_step):
                     # Engines may die, and a block stays in the object store as long as any row of it is in use.
-                    found[step].outputs[node.name] = self._data.copy_locally(own)
-        if unfinished := found.keys() - complete:
+                    outputs_of[step].outputs[node.name] = self._data.copy_locally(of_step)
+        if unfinished := outputs_of.keys() - complete:
             note_time(min(unfinished))
 
     def later_inputs(self, step: int) -> dict[str, Any]:
         """Return the data that the other nodes of the graph read."""
         return self._read(self._later, step)
 
-    def judge(self, found: StepOutputs) -> None:
+    def judge(self, step_outputs: StepOutputs) -> None:
         """Run the nodes that judge a step's samples."""
         if self._judges.nodes:
-            edges = dict(found.outputs)
-            found.seconds |= self._run_graph(self._judges, edges, found.outputs.__setitem__)
+            edges = dict(step_outputs.outputs)
+            step_outputs.seconds |= self._run_graph(self._judges, edges, step_outputs.outputs.__setitem__)
 
-    def save(self, folder: Path, step: int, found: StepOutputs) -> None:
+    def save(self, folder: Path, step: int, step_outputs: StepOutputs) -> None:
         """Save what is generated for a step."""
         for node in self.generators:
-            if node.name in found.outputs:
-                save_rollouts(_file(folder, step, node), found.outputs[node.name], self._data.prompts(step))
+            if node.name in step_outputs.outputs:
+                save_rollouts(_file(folder, step, node), step_outputs.outputs[node.name], self._data.prompts(step))
 
     def restored(self, folder: Path, step: int) -> StepOutputs:
         """Return the outputs of a step that ``save`` saved."""
@@ -184,9 +185,10 @@ def save_rollouts(file: Path, rollouts: Rollouts, prompts: Prompts) -> None:
 
 def load_rollouts(file: Path, prompts: Prompts) -> Rollouts:
     """Return the rollouts that ``save_rollouts`` wrote for the same prompts."""
-    found, rows = read_rollouts(file), _rows_of(prompts)
-    own = (rows[key] | dict(added) for key, added in zip(_prompt_keys(found.keys), found.rows, strict=True))
-    return _without_pickles(replace(found, rows=tuple(own)))
+    rollouts, rows = read_rollouts(file), _rows_of(prompts)
+    keys = _prompt_keys(rollouts.keys)
+    full_rows = tuple(rows[key] | dict(added) for key, added in zip(keys, rollouts.rows, strict=True))
+    return _without_pickles(replace(rollouts, rows=full_rows))
 
 
 def _without_pickles(rollouts: Rollouts) -> Rollouts:

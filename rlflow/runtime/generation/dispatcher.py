@@ -144,7 +144,7 @@ class _Pass:
                 self._stop()
         used = [rank for rank in scheduler.ranks if rank in self._used]
         calls = {rank: self._engines.submit(rank, "finish_session") for rank in used}
-        finished = [each for each in self._successes(calls, self._check_finished).values() if each is not None]
+        finished = [batch for batch in self._successes(calls, self._check_finished).values() if batch is not None]
         for rollouts in finished:
             # Some finished before their engine was asked to preempt them, and were never reported.
             self._partial.discard(self._groups.rows_of(rollouts.keys).tolist())

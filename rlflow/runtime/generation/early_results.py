@@ -64,7 +64,7 @@ class PartialResults:
         self._subscriber.receive(rank, part)
 
     def discard_engine(self, rank: int) -> None:
-        self._delivered = [each for each in self._delivered if each[0] != rank]
+        self._delivered = [part for part in self._delivered if part[0] != rank]
         self._subscriber.discard_engine(rank)
 
 
@@ -102,8 +102,8 @@ class CompleteSteps:
             finished = self._finished[step]
             finished[row] = rank
             if len(finished) == self._num_rows[step]:
-                for each in finished.keys() - self._requested:
-                    due[finished[each]].append(each)
+                for other_row in finished.keys() - self._requested:
+                    due[finished[other_row]].append(other_row)
                 self._requested |= finished.keys()
         return due
 
@@ -111,7 +111,8 @@ class CompleteSteps:
         """Take a part, and deliver the steps that it completes."""
         self._delivered.append((rank, part))
         for step in np.unique(part.keys[:, 0]).tolist():
-            if sum(int((each.keys[:, 0] == step).sum()) for each in self.delivered) == self._num_rows.get(step):
+            num_delivered = sum(int((rollouts.keys[:, 0] == step).sum()) for rollouts in self.delivered)
+            if num_delivered == self._num_rows.get(step):
                 del self._num_rows[step], self._finished[step]
                 rollouts = self._groups.merge(self.delivered)
                 assert rollouts is not None
@@ -119,7 +120,7 @@ class CompleteSteps:
 
     def discard_engine(self, rank: int) -> None:
         """Discard the parts of a failed engine, whose rows others will generate. Complete steps have left."""
-        self._delivered = [each for each in self._delivered if each[0] != rank]
+        self._delivered = [part for part in self._delivered if part[0] != rank]
         for finished in self._finished.values():
             lost = {row for row, engine in finished.items() if engine == rank}
             self._requested -= lost

@@ -180,6 +180,6 @@ def slow_engines(lines: Sequence[Line]) -> dict[int, float]:
     factors = {
         engine: seconds / median(others)
         for engine, seconds in medians.items()
-        if (others := [other for each, other in medians.items() if each != engine])
+        if (others := [other for name, other in medians.items() if name != engine])
     }
     return {engine: factor for engine, factor in factors.items() if factor >= _SLOW_FACTOR}

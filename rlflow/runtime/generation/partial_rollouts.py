@@ -39,7 +39,7 @@ class PartialRollouts:
 
     def discard_engine(self, rank: int) -> None:
         """Discard the partial rollouts that a failed engine has returned, since they were in its process."""
-        self._returned = {row: each for row, each in self._returned.items() if each[0] != rank}
+        self._returned = {row: partial for row, partial in self._returned.items() if partial[0] != rank}
 
     def returned(self) -> list[Rollouts]:
         """Return the partial rollouts that engines have returned and that are not finished since."""

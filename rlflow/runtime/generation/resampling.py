@@ -60,7 +60,7 @@ class ResamplingRounds:
             seconds = {name: before + took[name] for name, before in seconds.items()}
             num_chosen += int(part[self._name].chosen.sum())
             rounds.append(part)
-        outputs = {name: type(first).concatenate([each[name] for each in rounds]) for name, first in rounds[0].items()}
+        outputs = {name: type(first).concatenate([part[name] for part in rounds]) for name, first in rounds[0].items()}
         for name, batch in outputs.items():
             on_output(name, batch)
         chosen = np.flatnonzero(outputs.pop(self._name).chosen)[: self._batch_size]
@@ -70,7 +70,7 @@ class ResamplingRounds:
             "rounds": len(rounds),
             "differing": num_chosen / answered,
             "missing": self._batch_size - len(chosen),
-            "tokens": sum(int(each.own_lengths.sum()) for each in edges.values() if isinstance(each, Sequences)),
+            "tokens": sum(int(batch.own_lengths.sum()) for batch in edges.values() if isinstance(batch, Sequences)),
         }
         return seconds, {f"{self._name}/{name}": float(value) for name, value in metrics.items()}
 

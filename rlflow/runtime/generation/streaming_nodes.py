@@ -61,7 +61,7 @@ class StreamingNodes:
         """[P]: the nodes that work on groups have the group."""
         self._by_group: list[GraphNode] = []
         for node in nodes:
-            if node.operation.unit == "group" or {each.name for each in self._by_group} & set(node.inputs.values()):
+            if node.operation.unit == "group" or {other.name for other in self._by_group} & set(node.inputs.values()):
                 self._by_group.append(node)
         self._by_sample = [node for node in nodes if node not in self._by_group]
         self._parts: list[_Part] = []
@@ -124,7 +124,7 @@ class StreamingNodes:
             inputs = {origin: edges[origin] for origin in node.inputs.values()}
             if outputs:
                 units = rest[::unit] // unit
-                inputs = {origin: each.take_units(units, num_rows // unit) for origin, each in inputs.items()}
+                inputs = {origin: batch.take_units(units, num_rows // unit) for origin, batch in inputs.items()}
             # In the node's thread, which may still be at a part that has been discarded.
             outputs.append(self._thread(node, None).submit(copy_context().run, self._run, node, inputs).result())
         output = type(outputs[0]).concatenate(outputs)
@@ -146,15 +146,15 @@ class StreamingNodes:
 
     def _gather(self, is_chosen: NDArray[np.bool_]) -> _Part:
         """Return a part of the chosen groups [P], with their rows in order."""
-        found = [(part, np.flatnonzero(is_chosen[part.rows // self._group_size])) for part in self._parts]
-        found = [(part, rows) for part, rows in found if len(rows)]
-        rows = np.concatenate([part.rows[own] for part, own in found])
+        chosen = [(part, np.flatnonzero(is_chosen[part.rows // self._group_size])) for part in self._parts]
+        chosen = [(part, rows) for part, rows in chosen if len(rows)]
+        rows = np.concatenate([part.rows[part_rows] for part, part_rows in chosen])
         order = np.argsort(rows)
         names = [self._generator, *(node.name for node in self._by_sample)]
         edges: dict[str, Callable[[], Any]] = {
-            name: partial(_join, [(part.edges[name], own) for part, own in found], order) for name in names
+            name: partial(_join, [(part.edges[name], part_rows) for part, part_rows in chosen], order) for name in names
         }
-        return _Part(frozenset().union(*(part.ranks for part, _ in found)), rows[order], edges)
+        return _Part(frozenset().union(*(part.ranks for part, _ in chosen)), rows[order], edges)
 
     def _run_on_part(self, node: GraphNode, inputs: Mapping[str, Callable[[], Any]]) -> Any:
         edges = {origin: values() for origin, values in inputs.items()}
@@ -166,13 +166,13 @@ class StreamingNodes:
 
 def merged(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """Return spans of time that cover the same time as these, and do not overlap."""
-    found: list[tuple[float, float]] = []
+    intervals: list[tuple[float, float]] = []
     for start, end in sorted(spans):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], end)
+        if intervals and start <= intervals[-1][1]:
+            intervals[-1] = intervals[-1][0], max(intervals[-1][1], end)
         else:
-            found.append((start, end))
-    return found
+            intervals.append((start, end))
+    return intervals
 
 
 def _join(parts: Sequence[tuple[Callable[[], Any], Ints]], order: Ints) -> Any:

@@ -38,12 +38,12 @@ def divide_by_host(inputs: Mapping[str, Any], unit: Unit) -> list[HostShare]:
     A unit goes to the host with the most tokens of its responses. There are no shares where nothing can be divided:
     without responses in object stores, and for inputs whose rows do not belong to units.
     """
-    samples = next((each for each in inputs.values() if isinstance(each, Sequences)), None)
+    samples = next((batch for batch in inputs.values() if isinstance(batch, Sequences)), None)
     size = 0 if samples is None else _unit_size(samples, unit)
     if samples is None or not size or not isinstance(column := samples.response_ids, StoredColumn):
         return []
     num_units = len(samples) // size
-    if any(not isinstance(each, Batch) or len(each) % num_units for each in inputs.values()):
+    if any(not isinstance(batch, Batch) or len(batch) % num_units for batch in inputs.values()):
         return []
     numbers = {host: number for number, host in enumerate(dict.fromkeys(block.host for block in column.blocks))}
     host_of_row = np.array([numbers[block.host] for block in column.blocks])[column.spans.block]
@@ -53,7 +53,7 @@ def divide_by_host(inputs: Mapping[str, Any], unit: Unit) -> list[HostShare]:
     shares = []
     for host, number in numbers.items():
         if len(units := np.flatnonzero(host_of_unit == number)):
-            parts = {name: without_other_blocks(each.take_units(units, num_units)) for name, each in inputs.items()}
+            parts = {name: without_other_blocks(batch.take_units(units, num_units)) for name, batch in inputs.items()}
             shares.append(HostShare(host, parts, units))
     return shares
 
@@ -68,7 +68,7 @@ def join_outputs(shares: Sequence[HostShare], outputs: Sequence[Batch]) -> Batch
     counts = [len(output) / len(share.units) for output, share in zip(outputs, shares, strict=True)]
     if len(set(counts)) > 1 or len(joined) % len(units):
         raise EngineError(
-            f"expected equally many rows for each sample or prompt, got {', '.join(f'{each:g}' for each in counts)} on"
+            f"expected equally many rows for each sample or prompt, got {', '.join(f'{mean:g}' for mean in counts)} on"
             " average from the hosts. Fix: a node with other rows has unit='batch'."
         )
     return joined.take_units(np.argsort(units), len(units))

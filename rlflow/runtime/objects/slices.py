@@ -143,7 +143,7 @@ class HostSlice:
 
     def add(self, block: Block, intervals: Intervals) -> int:
         """Add intervals of a block, before anything is requested. Return the index of their values."""
-        number = next((at for at, each in enumerate(self._intervals) if each is intervals), len(self._intervals))
+        number = next((at for at, known in enumerate(self._intervals) if known is intervals), len(self._intervals))
         if number == len(self._intervals):
             self._intervals.append(intervals)
         self._blocks.append(block)
@@ -213,8 +213,8 @@ class BlockSlice:
         values = self._source.values
         if values is None:
             return None
-        own = values[self._index]
-        return own if own.shape == (self._offsets[-1],) and own.dtype == self._block.dtype else None
+        selected = values[self._index]
+        return selected if selected.shape == (self._offsets[-1],) and selected.dtype == self._block.dtype else None
 
 
 class Slicer:
@@ -232,7 +232,7 @@ class Slicer:
         """
         ray = import_ray()
         # Not by the references themselves: they would keep blocks in the store that all others have released.
-        key = pickle.dumps(([each.hex() for each in references], list(numbers), list(intervals)))
+        key = pickle.dumps(([reference.hex() for reference in references], list(numbers), list(intervals)))
         with self._lock:
             if key not in self._slices:
                 arrays = zip(ray.get(references), numbers, strict=True)

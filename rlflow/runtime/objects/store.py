@@ -48,8 +48,8 @@ class Block:
         """Return the values [count], mapped and read-only. Raises EngineError for an object that is lost or differs."""
         values = fetch(self.reference)
         if not isinstance(values, np.ndarray) or values.shape != (self.count,) or values.dtype != self.dtype:
-            found = f"{values.dtype} of {values.shape}" if isinstance(values, np.ndarray) else type(values).__name__
-            raise EngineError(f"object store: expected a block of {self.count} values of {self.dtype}, got {found}.")
+            kind = f"{values.dtype} of {values.shape}" if isinstance(values, np.ndarray) else type(values).__name__
+            raise EngineError(f"object store: expected a block of {self.count} values of {self.dtype}, got {kind}.")
         return values
 
     def read(self, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> list[Array]:
@@ -220,15 +220,15 @@ class StoredColumn(Packed):
 
 def blocks_of(batch: Batch) -> Sequence[Block]:
     """Return all blocks that the columns of a batch lie in."""
-    found: dict[Block, None] = {}
+    blocks: dict[Block, None] = {}
 
     def note(column: Packed) -> Packed:
         if isinstance(column, StoredColumn):
-            found.update(dict.fromkeys(column.blocks))
+            blocks.update(dict.fromkeys(column.blocks))
         return column
 
     batch.map_packed(note)
-    return list(found)
+    return list(blocks)
 
 
 def host_of(sequences: Sequences) -> str | None:
