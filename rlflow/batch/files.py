@@ -8,7 +8,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from rlflow.batch import Conversations, Packed, Repeated, Rollouts
+from rlflow.batch import Conversations, Packed, Records, Repeated, Rollouts
 from rlflow.batch.packed import offsets_of
 from rlflow.errors import StorageError
 
@@ -35,7 +35,7 @@ def write_fields(file: Path | IO[bytes], values: Mapping[str, Any]) -> None:
         elif isinstance(value, np.ndarray) and value.dtype != object:
             arrays[name] = value
         else:
-            other[name] = value
+            other[name] = list(value) if isinstance(value, Records) else value
     arrays[_OTHER] = np.frombuffer(json.dumps(other).encode(), np.uint8)
     np.savez(file, **arrays)
 
@@ -67,7 +67,7 @@ def write_rollouts(file: Path | IO[bytes], rollouts: Rollouts, rows: Sequence[Ma
         pairs = zip(rollouts.rows, rows, strict=True)
         added = [{name: value for name, value in row.items() if name not in given} for row, given in pairs]
     kind = type(rollouts).__name__
-    write_fields(file, {**vars(rollouts), "texts": list(rollouts.texts), "rows": added, "kind": kind})
+    write_fields(file, {**vars(rollouts), "rows": added, "kind": kind})
 
 
 def read_rollouts(file: Path | IO[bytes]) -> Rollouts:
