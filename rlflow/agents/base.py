@@ -84,6 +84,10 @@ class LimitReachedError(Exception):
     """A call is refused because of a limit in the recipe. An agent that does not catch it ends as truncated."""
 
 
+class WorkerBrokenError(Exception):
+    """A worker process can run no more episodes: an agent raises it to have the process replaced."""
+
+
 class Client(Protocol):
     """The model, as one episode sees it. Other libraries reach it with ``base_url`` and ``api_key``."""
 

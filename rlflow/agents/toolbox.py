@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import PydanticUserError, TypeAdapter, ValidationError
 from pydantic.json_schema import GenerateJsonSchema
 
-from rlflow.agents.base import ChatReply, Message
+from rlflow.agents.base import ChatReply, Message, WorkerBrokenError
 from rlflow.errors import RecipeError, first_line
 from rlflow.plugins import load_object
 from rlflow.schema import Section, Text
@@ -122,7 +122,7 @@ class ToolError(Exception):
     """A message for the model about a call that failed."""
 
 
-class ServerLostError(RuntimeError):
+class ServerLostError(WorkerBrokenError):
     """The connection to an MCP server is lost, which is no fault of the model."""
 
 

@@ -4,8 +4,10 @@ The fork server of ``rewards`` starts it, and kills it with all that it started.
 """
 
 import asyncio
+import os
 import pickle
 import socket
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,7 +15,7 @@ from functools import partial
 from math import isfinite
 from typing import Any, ClassVar
 
-from rlflow.agents.base import Agent, LimitReachedError, ModelService, Outcome
+from rlflow.agents.base import Agent, LimitReachedError, ModelService, Outcome, WorkerBrokenError
 from rlflow.agents.load import load_agent
 from rlflow.agents.messages import LENGTH, EpisodeEnded, StartEpisode, StopEpisode, pack
 from rlflow.errors import first_line
@@ -86,6 +88,9 @@ class _Worker:
                 outcome = await self._outcome(message)
         except asyncio.CancelledError:
             pass  # the engine waits for the message that follows
+        except WorkerBrokenError as error:
+            print(f"a worker of agents ends: {error}", file=sys.stderr, flush=True)
+            os._exit(1)
         except BaseException as error:  # an agent may raise anything, SystemExit included
             outcome = Failure("raised", f"failed ({first_line(error)})")
         del self._episodes[message.episode]

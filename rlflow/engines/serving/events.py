@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 Handler = Callable[[list[Any]], None]
@@ -28,7 +29,8 @@ class EventThread:
             self._events.append((handler, list(items)))
             is_first = len(self._events) == 1
         if is_first:
-            self._thread.submit(self._handle)
+            with suppress(RuntimeError):  # the process ends, and its other threads still post
+                self._thread.submit(self._handle)
 
     def _handle(self) -> None:
         with self._lock:
