@@ -6,6 +6,7 @@ start. It ends when the engine's process does.
 
 import asyncio
 import logging
+import os
 import pickle
 import resource
 import socket
@@ -43,8 +44,8 @@ async def serve(end: socket.socket) -> None:
     # The columns of statm are pages: total, resident, shared, code, unused, data.
     data = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_DATA, (data + _MEMORY_LIMIT, data + _MEMORY_LIMIT))
-    most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
+    file_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (file_limit, file_limit))
     runner = web.AppRunner(Server(service, episodes).app, access_log=None, handler_cancellation=True)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0, backlog=_MAX_WAITING).start()
@@ -57,7 +58,14 @@ async def serve(end: socket.socket) -> None:
             episodes.close(message.episode)
             link.end_calls(message.episode)
 
-    await link.read(reader, receive)
+    ends = [asyncio.create_task(link.read(reader, receive)), asyncio.create_task(wait_for_end_of(os.getppid()))]
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+
+
+async def wait_for_end_of(parent: int) -> None:
+    """Wait until the engine's process ends. A child that it forked may keep the socket open."""
+    while os.getppid() == parent:
+        await asyncio.sleep(1.0)
 
 
 if __name__ == "__main__":

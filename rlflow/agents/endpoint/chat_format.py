@@ -60,9 +60,8 @@ class ChatFormat:
         self.num_tokens = len(self._tokenizer)
         self._plain = PlainTokenizer(self._tokenizer)
         self._family = self._find_family() if self._tokenizer.chat_template else None
-        has_tools = "<tool_call>" in self._tokenizer.get_vocab()
-        default = DefaultRendererConfig(tool_parser="qwen3" if has_tools else None)
-        self._parser = self._family or create_renderer(self._plain, default)
+        # Other models call tools as Qwen3 does, or their calls are text.
+        self._parser = self._family or create_renderer(self._plain, DefaultRendererConfig(tool_parser="qwen3"))
         self._end_ids = set(self._parser.get_stop_token_ids())
 
     def encode(self, text: str, *, is_start: bool = True) -> list[int]:

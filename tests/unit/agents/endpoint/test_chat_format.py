@@ -11,6 +11,8 @@ from rlflow.agents.base import ModelSpec
 from rlflow.agents.endpoint.chat_format import ChatFormat
 from rlflow.agents.endpoint.errors import ApiError
 from rlflow.agents.endpoint.history import Turn, to_bytes
+from rlflow.engines.causal_lm.new_tokenizers import new_tokenizer
+from rlflow.recipe import Model
 from tests.unit.agents.endpoint.conftest import END, read_template, save_tokenizer, words
 
 USER = [{"role": "user", "content": "Hi<|im_end|>"}]
@@ -108,3 +110,13 @@ def test_options_of_the_template(build: Build) -> None:
     form = build(read_template("qwen3"), enable_thinking=False)
     assert type(form._family).__name__ == "Qwen3Renderer"
     assert form.decode(form.render(USER, [])).endswith("assistant\n<think>\n\n</think>\n\n")
+
+
+def test_a_tokenizer_of_characters_has_no_chats(tmp_path: Path) -> None:
+    new_tokenizer(Model(random_weights=True, characters="ab ")).save_pretrained(tmp_path)
+    form = ChatFormat(ModelSpec(str(tmp_path), "policy", 4096, 256))
+    assert form.decode(form.encode("ab a")) == "ab a"
+    with pytest.raises(ApiError, match="the model's tokenizer refuses the text"):
+        form.encode("abc")
+    with pytest.raises(ApiError, match="the model's tokenizer has no chat template"):
+        form.render([{"role": "user", "content": "ab"}], [])

@@ -3,6 +3,8 @@
 import gc
 import os
 import signal
+import subprocess
+import sys
 import weakref
 from pathlib import Path
 
@@ -53,3 +55,21 @@ def test_an_endpoint_that_cannot_start_says_why(tmp_path: Path) -> None:
         EngineError, match=r"the endpoint of agents did not start: the tokenizer in .* cannot be loaded"
     ):
         Endpoint(ModelSpec(str(tmp_path), "policy", 4096, 256), lambda messages: None, lambda reason: None)
+
+
+def test_an_endpoint_ends_with_its_parent_even_if_a_child_of_that_lives_on(folder: Path) -> None:
+    code = f"""
+import os, time
+from rlflow.agents.base import ModelSpec
+from rlflow.agents.endpoint.process import Endpoint
+endpoint = Endpoint(ModelSpec({str(folder)!r}, "policy", 4096, 256), print, print)
+child = os.fork() or time.sleep(600)
+print(endpoint.pid, child, flush=True)
+time.sleep(600)
+"""
+    with subprocess.Popen([sys.executable, "-W", "ignore", "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        endpoint, child = map(int, parent.stdout.readline().split())
+        parent.kill()
+        wait_for(lambda: not is_running(endpoint))
+        os.kill(child, signal.SIGKILL)
