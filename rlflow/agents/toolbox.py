@@ -109,7 +109,7 @@ class Toolbox:
         if isinstance(error, TimeoutError):
             return f"the tool took longer than {self.timeout_s:g} s"
         if isinstance(error, ValidationError):
-            return "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+            return "; ".join(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
         return first_line(error)
 
 

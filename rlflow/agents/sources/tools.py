@@ -26,8 +26,9 @@ class ToolAgent(Agent):
     """MCP servers, whose tools are all offered. Each worker process starts its own."""
     system: str = ""
     """A system message before the prompt."""
-    tool_timeout_s: Seconds = 60.0
-    """The time limit of a tool call, after which the model reads that it took too long."""
+    tool_timeout_s: Seconds = 30.0
+    """The time limit of a tool call, after which the model reads that it took too long. The node's ``timeout_s`` must be
+    larger: an episode that exceeds that one fails."""
 
     async def open(self, service: ModelService) -> None:
         """Load the functions, and connect to the servers."""

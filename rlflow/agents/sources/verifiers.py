@@ -33,7 +33,7 @@ class VerifiersAgent(Agent):
     renderer: Mapping[str, Any] = field(default_factory=dict)
     """A renderer of verifiers that turns messages into tokens in this process, such as ``name: qwen3``. By default the
     endpoint does that, and also knows other chat templates."""
-    tool_timeout_s: Seconds = 60.0
+    tool_timeout_s: Seconds = 30.0
     """The time limit of a tool call in ``chat``, after which the model reads that it took too long."""
 
     def __post_init__(self) -> None:
@@ -124,9 +124,9 @@ def _rows(name: str, taskset: Mapping[str, Any] | None = None, size: int | None 
     tasks = verifiers_library.load_taskset(name, taskset or {})
     if size is None and not tasks.bounded:
         raise ValueError("the taskset has no end, so it needs a size")
-    data = [task.data for task in (tasks if size is None else tasks.take(size))]
-    prompts = [each.prompt_text or each.name or str(each.idx) for each in data]
-    contents = [each.model_dump(mode="json", exclude_defaults=True) for each in data]
+    chosen = [task.data for task in (tasks if size is None else tasks.take(size))]
+    prompts = [data.prompt_text or data.name or str(data.idx) for data in chosen]
+    contents = [data.model_dump(mode="json", exclude_defaults=True) for data in chosen]
     return [{"prompt": prompt, "task": content} for prompt, content in zip(prompts, contents, strict=True)]
 
 
