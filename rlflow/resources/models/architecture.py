@@ -77,11 +77,6 @@ class Architecture(Figures):
         return self.vocab_size
 
     @cached_property
-    def layer_parameters(self) -> int:
-        """Return the parameters of the largest layer, with all its experts."""
-        return max(kind.parameters for kind in self.layer_kinds)
-
-    @cached_property
     def largest_tensor(self) -> int:
         """Return the size of the largest tensor; transformers keeps all experts of a layer in one tensor."""
         dense = 0 if self.num_sparse_layers == self.num_hidden_layers else self.hidden_size * self.intermediate_size

@@ -10,9 +10,13 @@ from rlflow.resources.planner.confidence import TIME_BANDS, Margin, TimeKind, Ve
 from rlflow.resources.planner.inputs import PlannerInputs
 from rlflow.resources.planner.pools import Partition, describe_pools
 from rlflow.resources.planner.prediction.data_placement import DataPrediction, predict_data
-from rlflow.resources.planner.prediction.node_times import NodeTime, node_times
+from rlflow.resources.planner.prediction.node_times import (
+    NodeTime,
+    checkpoint_seconds,
+    evaluation_seconds,
+    node_times,
+)
 from rlflow.resources.planner.prediction.overlap_prediction import OverlapPrediction, predict_overlap, step_seconds
-from rlflow.resources.planner.prediction.pauses import checkpoint_seconds, evaluation_seconds
 from rlflow.resources.planner.prediction.plan_memory import RoleMemory, find_headroom, length_limits, role_memory
 from rlflow.resources.planner.prediction.process_memory import memory_of_hosts, predict_processes
 from rlflow.resources.planner.prediction.risks import plan_risks

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from rlflow.resources.planner.inputs import PlannerInputs
 from rlflow.resources.planner.pools import Pool, PoolShape, PoolUse, Shortage
-from rlflow.resources.planner.search.pool_search import LayoutSearches, best_use, least_seconds
+from rlflow.resources.planner.search.pool_search import LayoutSearches, best_use
 
 
 class PoolCache:
@@ -15,19 +15,17 @@ class PoolCache:
     def __init__(self, inputs: PlannerInputs) -> None:
         self.inputs = inputs
         self._uses: dict[object, PoolUse | Shortage] = {}
-        self._by_size: dict[tuple[tuple[str, ...], int], PoolUse | Shortage] = {}
         self._searches: dict[object, LayoutSearches] = {}
 
     def least_seconds(self, roles: tuple[str, ...], gpus: int) -> Mapping[str, float]:
         """Return times that no node is faster than in any use of a pool."""
         pool = self._pool(roles, gpus)
-        return least_seconds(pool, self._searches_of(pool))
+        searches = self._searches_of(pool)
+        return {node: least for demand in pool.demands for node, least in searches.least_seconds(demand, pool).items()}
 
     def use(self, roles: tuple[str, ...], gpus: int) -> PoolUse | Shortage:
         """Return the best use of a pool."""
-        if (roles, gpus) not in self._by_size:
-            self._by_size[roles, gpus] = self._use(self._pool(roles, gpus))
-        return self._by_size[roles, gpus]
+        return self._use(self._pool(roles, gpus))
 
     def with_groups(self, roles: Sequence[str], gpus: int, largest: int) -> PoolUse | Shortage:
         """Return the best use of a pool without remainders whose groups have at most ``largest`` GPUs."""

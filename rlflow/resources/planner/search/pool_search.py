@@ -47,11 +47,6 @@ class LayoutSearches:
         return self._least_seconds[demand.role]
 
 
-def least_seconds(pool: Pool, searches: LayoutSearches) -> Mapping[str, float]:
-    """Return times that no node is faster than in any use of a pool."""
-    return {node: least for demand in pool.demands for node, least in searches.least_seconds(demand, pool).items()}
-
-
 def best_use(pool: Pool, workload: Workload, searches: LayoutSearches) -> PoolUse | Shortage:
     """Return the fastest way in which all roles of a pool fit together, or the shortage of the nearest one.
 
@@ -155,7 +150,7 @@ def _safest(demand: Demand, pool: Pool, search: LayoutSearch, idle_gib: float) -
 
 def _host_margin(pool: Pool, choices: Mapping[str, RoleChoice], workload: Workload) -> Margin | Shortage:
     """Return the margin of host memory: what hosts state is a limit, what they are assumed to have is not."""
-    offloaded = sum(sum(host_memory(d, choices[d.role], workload).values()) for d in pool.demands)
+    offloaded = sum(total_gib(host_memory(demand, choices[demand.role], workload)) for demand in pool.demands)
     if offloaded > pool.host_set.host_gib:
         what = f"{offloaded:.0f} GiB of host memory for each GPU, of {pool.host_set.host_gib:.0f}"
         return Shortage(pool.demands[0].role, offloaded - pool.host_set.host_gib, what)

@@ -121,7 +121,7 @@ class Search:
     def _check(self) -> None:
         for demand in self.inputs.demands.values():
             host_set = self.inputs.host_set([demand.role])
-            demand.check(host_set.largest_host, on_gpus=host_set.memory_gib is not None)
+            demand.check(host_set.largest_host, on_gpus=host_set.counts_memory)
 
     def _partitions(self) -> list[Partition]:
         """Return the ways to share whose roles do not contradict each other. Raises PlacementError without any."""
