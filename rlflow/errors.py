@@ -137,7 +137,12 @@ def make_printable(text: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the type and the first line of another library's error, to quote it in a sentence."""
+    """Return the type and the first line of another library's error, to quote it in a sentence.
+
+    Of a group of errors it is the first one.
+    """
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
     return f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(". :")
 
 

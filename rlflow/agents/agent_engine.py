@@ -29,6 +29,8 @@ from rlflow.rewards.base import Failure
 _PER_SEQUENCE = 16
 # The time between two looks at the limits of episodes.
 _TICK_S = 1.0
+# The time in which a worker itself ends an agent that blocks it.
+_GRACE_S = 1.0
 
 
 class AgentEngine(SessionEngine):
@@ -40,6 +42,7 @@ class AgentEngine(SessionEngine):
     def __init__(self, engine: SessionEngine, options: AgentOptions) -> None:
         """Start the endpoint; ``engine`` has a ``tokenizer``. Raises RecipeError and EngineError."""
         self._engine, self._options = engine, options
+        self._is_late = Failure("timeout", f"took longer than its timeout_s of {options.timeout_s:g} s")
         self._episodes: dict[str, Episode] = {}
         """The episodes by the names of their attempts."""
         self._interrupted: dict[bytes, Episode] = {}
@@ -160,8 +163,16 @@ class AgentEngine(SessionEngine):
             episode = self._episodes.get(message.episode)
             if episode is None:
                 continue
+            is_blocked = isinstance(message.outcome, Failure) and message.outcome.kind == "timeout"
+            if (message.outcome is None or is_blocked) and not episode.is_late:
+                assert episode.worker is not None
+                episode.worker.kill()  # it is ending anyway: nothing must start there
             if not episode.is_live:
                 episode.end = message
+            elif episode.is_late:
+                self._retry(episode, self._is_late)
+            elif message.outcome is None:
+                self._restart(episode)
             elif isinstance(message.outcome, Failure) and not episode.is_refused:
                 self._retry(episode, message.outcome)
             elif not any(True for _ in episode.record.done_calls()):
@@ -197,10 +208,15 @@ class AgentEngine(SessionEngine):
             return
         try:
             reason = failure_reason(options.environment, options.on_failure, failure)
-        except UserError as error:
+        except (UserError, EngineError) as error:
             self._fail(episode, error)
         else:
             self._complete(episode, None, reason)
+
+    def _restart(self, episode: Episode) -> None:
+        """Start an episode again that is not to blame for its end."""
+        self._leave(episode)
+        self._start(episode)
 
     def _leave(self, episode: Episode) -> None:
         """End an attempt: nobody listens to its agent any more."""
@@ -232,13 +248,14 @@ class AgentEngine(SessionEngine):
     def _check_limits(self, _: list[None]) -> None:
         """End attempts whose agents take too long, and interrupted episodes that nobody resumes."""
         self._host.check()
-        limit_s = self._options.timeout_s
-        late = time.monotonic() - limit_s
+        late = time.monotonic() - self._options.timeout_s - _GRACE_S
         for episode in [episode for episode in self._episodes.values() if episode.idle_since < late]:
             if not episode.is_live:
                 self._drop(episode)
-            elif not episode.waiting:
-                self._retry(episode, Failure("timeout", f"took longer than its timeout_s of {limit_s:g} s"))
+            elif not episode.waiting and not episode.is_late:
+                assert episode.worker is not None
+                episode.is_late = True
+                episode.worker.stop(episode.name)
 
     def _lose_workers(self, lost: list[WorkerDied]) -> None:
         """Start the episodes of dead workers again. One that was waiting for the model is not to blame."""
@@ -247,10 +264,10 @@ class AgentEngine(SessionEngine):
                 if not episode.is_live:
                     self._drop(episode)
                 elif episode.waiting:
-                    self._leave(episode)
-                    self._start(episode)
+                    self._restart(episode)
                 else:
-                    self._retry(episode, Failure("died", f"ended its process ({death.end})"))
+                    died = Failure("died", f"ended its process ({death.end})")
+                    self._retry(episode, self._is_late if episode.is_late else died)
 
     def _replace_endpoint(self, lost: list[EndpointDied]) -> None:
         """Start another endpoint, and all episodes again. They are answered from their records."""
@@ -258,9 +275,8 @@ class AgentEngine(SessionEngine):
             return
         self._host.replace_endpoint()
         for episode in list(self._episodes.values()):
-            self._leave(episode)
             if episode.is_live:
-                self._start(episode)
+                self._restart(episode)
             else:
                 self._drop(episode)
 

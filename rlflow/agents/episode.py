@@ -40,6 +40,8 @@ class Episode:
     generating: "dict[CallName, tuple[CallRequest, Future[Any]]]" = field(default_factory=dict)
     end: EpisodeEnded | None = None
     """The outcome, if the agent ended the episode while it was interrupted."""
+    is_late: bool = False
+    """The worker has been told to stop it."""
     idle_since: float = 0.0
     """The time of its start, the last answer, or its interruption."""
     is_refused: bool = False
@@ -61,5 +63,5 @@ class Episode:
     def begin_attempt(self, name: str, worker: AgentWorker, now: float) -> None:
         """Take note of an attempt with a fresh environment."""
         self.name, self.worker, self.idle_since = name, worker, now
-        self.numbers, self.waiting, self.end, self.is_refused = {}, {}, None, False
+        self.numbers, self.waiting, self.end, self.is_late, self.is_refused = {}, {}, None, False, False
         self.record.begin_attempt()

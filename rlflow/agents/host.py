@@ -52,7 +52,7 @@ class AgentHost:
         self._model = ModelSpec(self._folder.name, "policy", *limits, options.template_options)
         self.num_endpoints = 0
         self._endpoint = self._start_endpoint()
-        spec = AgentSpec(options.environment, options.options)
+        spec = AgentSpec(options.environment, options.options, options.timeout_s)
         self._pool = WorkerPool(spec, options.processes or num_own_cpus(), receive, self._receive_death)
 
     def start(self, prefix: str, row: Row, seed: int) -> tuple[str, AgentWorker]:

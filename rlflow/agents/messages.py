@@ -114,7 +114,8 @@ class EpisodeEnded:
     """Harness worker to engine: the outcome of an episode, or why there is none."""
 
     episode: str
-    outcome: Outcome | Failure
+    outcome: Outcome | Failure | None
+    """None for an episode that has lost its worker because of another one."""
 
 
 def pack(messages: Sequence[Any]) -> bytes:

@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import json
 import os
+import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -30,7 +31,8 @@ class ToolServer(Section):
     """An MCP server: a program to start, or an address."""
 
     command: tuple[Text, ...] = ()
-    """The program and its arguments. It speaks MCP over its standard input and output."""
+    """The program and its arguments; ``python`` is the one that runs rlflow. It speaks MCP over its standard input and
+    output."""
     url: str = ""
     """The address of a server that runs already."""
 
@@ -180,6 +182,7 @@ async def server_tools(server: ToolServer, connections: AsyncExitStack, prefix: 
     if server.command:
         program, *arguments = server.command
         variables = {name: os.environ[name] for name in _INHERITED if name in os.environ}
+        program = sys.executable if program == "python" else program
         parameters = StdioServerParameters(command=program, args=arguments, env=variables)
         client = await connections.enter_async_context(Client(stdio_client(parameters)))
     else:

@@ -68,9 +68,6 @@ def build_trajectories(samples: Prompts, rollouts: Sequence[Rollout], temperatur
             [np.concatenate([empty, *(getattr(piece, name) for piece in row.pieces)]) for row in rows], dtype
         )
 
-    def by_piece(name: str) -> Repeated:
-        return _runs([[*zip(getattr(row, name), map(_length, row.pieces), strict=True)] for row in rows])
-
     return Conversations(
         keys=samples.keys,
         prompt_ids=Packed.from_rows([np.concatenate(row.prompts) for row in rows], np.int32),
@@ -83,7 +80,7 @@ def build_trajectories(samples: Prompts, rollouts: Sequence[Rollout], temperatur
         rows=tuple(
             {**row, "environment_reward": _reward(rollout)} for row, rollout in zip(samples.rows, rollouts, strict=True)
         ),
-        turn=by_piece("turns"),
+        turn=_runs([[*zip(row.turns, map(_length, row.pieces), strict=True)] for row in rows]),
         turn_rewards=Packed.from_rows(
             [_turn_rewards(row.calls, rollout) for row, rollout in zip(rows, rollouts, strict=True)], np.float32
         ),
@@ -94,7 +91,7 @@ def build_trajectories(samples: Prompts, rollouts: Sequence[Rollout], temperatur
         ),
         measures=tuple(rollout.measures for rollout in rollouts),
         prompt_segments=_runs([[*zip(range(len(row.prompts)), map(len, row.prompts), strict=True)] for row in rows]),
-        response_segments=by_piece("segments"),
+        response_segments=_runs([_segment_lengths(row) for row in rows]),
     )
 
 
@@ -126,6 +123,14 @@ def _columns(sample_ids: Ids, rollout: Rollout) -> _Columns:
             order.append(call)
     prompts = tuple(segment.context[0] for segment in segments)
     return _Columns(prompts, tuple(pieces), tuple(turns), tuple(numbers), tuple(order))
+
+
+def _segment_lengths(row: _Columns) -> list[tuple[int, int]]:
+    """Return the number of each segment of a row with its response tokens."""
+    lengths = [0] * len(row.prompts)
+    for segment, piece in zip(row.segments, row.pieces, strict=True):
+        lengths[segment] += len(piece.ids)
+    return list(enumerate(lengths))
 
 
 def _context(ids: Ids, version: int) -> PartialResponse:

@@ -8,6 +8,8 @@ import os
 import pickle
 import socket
 import sys
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,27 +30,30 @@ class AgentSpec:
 
     environment: str
     options: Mapping[str, Any]
+    timeout_s: float
+    """The longest time that an agent may keep its worker from all others."""
     kind: ClassVar[str] = "environment"
 
     def load(self, name: str) -> LoadedCallable:
         """Load the agent. Raises RecipeError at the paths ``environment`` and ``options``."""
         agent = load_agent(self.environment, self.options)
-        return LoadedCallable(_no_call, 1, 0.0, prepare=agent.prepare, serve=partial(_serve, agent))
+        serve = partial(_serve, agent, self.timeout_s)
+        return LoadedCallable(_no_call, 1, 0.0, prepare=agent.prepare, serve=serve)
 
 
 def _no_call(texts: Sequence[str], rows: Sequence[Any]) -> Sequence[Any]:
     raise NotImplementedError("agents get messages instead")
 
 
-def _serve(agent: Agent, end: socket.socket) -> None:
-    asyncio.run(_Worker(agent).run(end))
+def _serve(agent: Agent, limit_s: float, end: socket.socket) -> None:
+    asyncio.run(_Worker(agent, limit_s).run(end))
 
 
 class _Worker:
     """Answers the messages of an engine until it closes its end."""
 
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
+    def __init__(self, agent: Agent, limit_s: float) -> None:
+        self._agent, self._limit_s = agent, limit_s
         self._episodes: dict[str, asyncio.Task[None]] = {}
 
     async def run(self, end: socket.socket) -> None:
@@ -57,6 +62,7 @@ class _Worker:
 
         reader, self._writer = await asyncio.open_connection(sock=end)
         (self._service,) = await _read(reader)
+        threading.Thread(target=self._watch, args=(asyncio.get_running_loop(), end), daemon=True).start()
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
         # Replies take as long as they take: the engine knows of slow ones.
         limits = aiohttp.ClientTimeout(total=None, connect=60)
@@ -76,6 +82,24 @@ class _Worker:
         except Exception as error:  # an agent may raise anything
             return Failure("unavailable", f"does not start ({first_line(error)})")
         return None
+
+    def _watch(self, loop: asyncio.AbstractEventLoop, end: socket.socket) -> None:
+        """End the process if an agent blocks the event loop, and say which one: the work of a thread."""
+        while True:
+            has_answered = threading.Event()
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(has_answered.set)
+            if has_answered.wait(self._limit_s):
+                time.sleep(self._limit_s / 4)
+                continue
+            task = asyncio.current_task(loop)
+            blocking = task.get_name() if task is not None else ""
+            late = Failure("timeout", f"kept its worker busy for longer than its timeout_s of {self._limit_s:g} s")
+            ends = [EpisodeEnded(name, late if name == blocking else None) for name in list(self._episodes)]
+            # What the loop has begun to send would be cut by this.
+            if blocking in self._episodes and not self._writer.transport.get_write_buffer_size():
+                os.write(end.fileno(), pack(ends))
+            os._exit(1)
 
     def _start(self, message: StartEpisode, failure: Failure | None) -> None:
         task = asyncio.create_task(self._run(message, failure), name=message.episode)

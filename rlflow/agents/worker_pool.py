@@ -62,6 +62,7 @@ class AgentWorker:
 
     def kill(self) -> None:
         """End the process with all that it started."""
+        self.has_died = True
         with suppress(ProcessLookupError):
             os.kill(self._process.pid, signal.SIGKILL)
 

@@ -2,7 +2,8 @@
 
 Data goes through the room in this order:
 
-1. ``generate`` samples responses to prompts, in one piece or in turns with an environment.
+1. ``generate`` samples responses to prompts, in one piece or in turns with an environment; in ``agent``, programs call
+   the model.
 2. ``scoring`` computes logprobs, values and rewards of them by models, ``reward`` rewards by functions.
 3. ``reward_shaping`` subtracts penalties (``kl``); ``dynamic_sampling`` selects prompts.
 4. ``advantages``, ``turns`` and ``critic`` turn rewards into advantages.
@@ -14,6 +15,7 @@ Data goes through the room in this order:
 
 from rlflow.nodes import (
     advantages,
+    agent,
     critic,
     dynamic_sampling,
     generate,
@@ -27,5 +29,5 @@ from rlflow.nodes import (
     turns,
 )
 
-__all__ = ["advantages", "critic", "dynamic_sampling", "generate", "policy_update", "policy_variants"]
+__all__ = ["advantages", "agent", "critic", "dynamic_sampling", "generate", "policy_update", "policy_variants"]
 __all__ += ["preference", "reward", "reward_shaping", "scoring", "sft", "turns"]

@@ -52,7 +52,7 @@ class AgentEpisodes(AgentOptions, Generate, kind="agent", unit="sample"):
             raise RecipeError("turn_tokens", fact, fix="use a smaller number, or a larger max_tokens")
 
     def check_host(self) -> None:
-        AgentSpec(self.environment, self.options).load(self.environment)
+        AgentSpec(self.environment, self.options, self.timeout_s).load(self.environment)
 
     def run(self, engine: Generates, prompts: Prompts) -> Conversations:
         episodes = engine.generate(prompts, self.sampling)

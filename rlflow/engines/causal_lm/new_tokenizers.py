@@ -13,14 +13,19 @@ END_TOKEN = "<|end|>"
 _PAD, _START, _END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 # These are no special tokens, as in Qwen3: they stay when a response is decoded.
 _MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
-# ChatML, with tools, their calls and their results in the form of Qwen3. Thoughts stay where a model wrote them.
+# ChatML, with calls of tools and their results in the form of Qwen3. Tools themselves are shown in short, because each
+# byte is a token. Thoughts stay where a model wrote them.
 _TEMPLATE = """\
 {%- set system = messages[0].content if messages and messages[0].role == 'system' else '' %}
 {%- if tools or system %}
 {{- '<|im_start|>system\\n' + system }}
 {%- if tools %}
-{{- '\\n' if system }}
-{%- for tool in tools %}{{- '<tools>' if loop.first }}\n{{ tool | tojson }}{{- '\\n</tools>' if loop.last }}{% endfor %}
+{%- for tool in tools %}
+{%- set function = tool.function or tool %}
+{{- '\\n' if system or not loop.first }}
+{{- function.name + '(' + ((function.parameters or {}).properties or {}) | join(', ') + ')' }}
+{{- ': ' + function.description if function.description }}
+{%- endfor %}
 {{- '\\nCall: <tool_call>{\"name\": NAME, \"arguments\": {...}}</tool_call>' }}
 {%- endif %}
 {{- '<|im_end|>\\n' }}

@@ -44,10 +44,12 @@ def test_the_template_renders_tools_calls_and_results() -> None:
         {"role": "tool", "content": "5"},
         {"role": "tool", "content": "6"},
     ]
-    tools = [{"type": "function", "function": {"name": "add"}}]
+    number = {"type": "integer"}
+    add = {"name": "add", "description": "Adds.", "parameters": {"properties": {"a": number, "b": number}}}
+    tools = [{"type": "function", "function": add}, {"type": "function", "function": {"name": "stop"}}]
     rendered = BYTES.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
     assert rendered == (
-        '<|im_start|>system\nBe short.\n<tools>\n{"type": "function", "function": {"name": "add"}}\n</tools>\n'
+        "<|im_start|>system\nBe short.\nadd(a, b): Adds.\nstop()\n"
         'Call: <tool_call>{"name": NAME, "arguments": {...}}</tool_call><|im_end|>\n'
         "<|im_start|>user\n2+3?<|im_end|>\n"
         '<|im_start|>assistant\n<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call><|im_end|>\n'
