@@ -36,7 +36,6 @@ from benchmarks.turn_schedule import bound, lock_step, simulate
 from rlflow.batch import Conversations, Packed, Prompts, Rollouts
 from rlflow.compiler.models import models_in_use
 from rlflow.compiler.plan import Plan
-from rlflow.nodes.generate import Converse
 from rlflow.resources.time.lengths import Lengths
 from rlflow.runtime.objects.store_usage import count_towards
 from rlflow.runtime.ray.runtime import RayRuntime
@@ -166,8 +165,8 @@ def prompts(first: int, count: int) -> Prompts:
 
 def measure(plan: Plan, count: int) -> tuple[float, Conversations, Mapping[str, float]]:
     """Return the seconds of ``count`` conversations, these, and the memory that they took."""
-    (node,) = (each.operation for each in plan.graph.nodes if isinstance(each.operation, Converse))
-    sampling = replace(node.sampling, group_size=1)
+    (sampling,) = (node.operation.sampling for node in plan.graph.nodes if node.operation.sampling)
+    sampling = replace(sampling, group_size=1)
     models = models_in_use(plan.recipe)
     with (
         tempfile.TemporaryDirectory() as folder,
