@@ -162,7 +162,7 @@ def test_episodes_run_in_a_worker_that_is_forked_after_the_import(engine: Script
     ended: SimpleQueue[Any] = SimpleQueue()
     engine.answer = lambda call: words("4")
     row = {"task": {"idx": 3, "prompt": "3+1?", "answer": 4}}
-    pool = WorkerPool(AgentSpec(SUMS, {}), 1, ended.put, lambda worker, end: ended.put(end))
+    pool = WorkerPool(AgentSpec(SUMS, {}, 60.0), 1, ended.put, lambda worker, end: ended.put(end))
     worker = pool.next_worker(lambda: ModelService(engine.endpoint.url, "worker", engine.model))
     for _ in range(4):
         worker.start(StartEpisode(*engine.open("worker"), row, 0))
