@@ -11,6 +11,7 @@ engine. ``largest_process_mb`` is the largest private memory that a process need
 
 import argparse
 import asyncio
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,11 @@ def plan_of(route: str) -> Plan:
         ]
     )
     return rlflow.compile(recipe, "2x3@cpu")
+
+
+def plans(folder: Path) -> Iterator[Plan]:
+    """Yield the plans of all runs."""
+    yield from map(plan_of, EPISODES)
 
 
 def main() -> int:

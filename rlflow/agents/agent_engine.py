@@ -188,8 +188,9 @@ class AgentEngine(SessionEngine):
         calls = {name: call for name, call in episode.record.calls.items() if name in episode.record.used}
         rewards = {name: 0.0 for name, call in calls.items() if call.result.is_done}
         for reply, reward in (outcome.call_rewards if outcome else {}).items():
-            name = episode.numbers.get(int(reply.rpartition("-")[2]))
-            if name not in rewards:
+            number = reply.rpartition("-")[2]
+            name = episode.numbers.get(int(number)) if number.isdecimal() else None
+            if name is None or name not in rewards:
                 fact = f"gave a reward to a call that it has not made ({reply})"
                 self._retry(episode, Failure("invalid", fact))
                 return
