@@ -27,8 +27,8 @@ class ToolAgent(Agent):
     system: str = ""
     """A system message before the prompt."""
     tool_timeout_s: Seconds = 30.0
-    """The time limit of a tool call, after which the model reads that it took too long. The node's ``timeout_s`` must be
-    larger: an episode that exceeds that one fails."""
+    """The time limit of a tool call, after which the model reads that it took too long. It must be less than the node's
+    ``timeout_s``, which ends the attempt."""
 
     async def open(self, service: ModelService) -> None:
         """Load the functions, and connect to the servers."""
