@@ -96,7 +96,7 @@ class _Worker:
             blocking = task.get_name() if task is not None else ""
             late = Failure("timeout", f"kept its worker busy for longer than its timeout_s of {self._limit_s:g} s")
             ends = [EpisodeEnded(name, late if name == blocking else None) for name in list(self._episodes)]
-            # What the loop has begun to send would be cut by this.
+            # Otherwise this would cut off messages that the loop is still sending.
             if blocking in self._episodes and not self._writer.transport.get_write_buffer_size():
                 os.write(end.fileno(), pack(ends))
             os._exit(1)
