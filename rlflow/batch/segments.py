@@ -31,6 +31,12 @@ def part_keys(keys: NDArray[np.int64], numbers: NDArray[np.int64]) -> NDArray[np
     return np.where(numbers[:, None] > 0, later, keys)
 
 
+def segment_numbers(sequences: Sequences) -> list[int]:
+    """Return the number of each segment in its response, from 0 on, in the order of ``unfold``."""
+    responses = sequences.response_segments
+    return [0] * len(sequences) if responses is None else [int(number) for number in responses.run_values]
+
+
 def unfold(sequences: SequencesT) -> SequencesT:
     """Return one row for each segment, [S]; the sequences themselves if each response is one segment."""
     prompts, responses = sequences.prompt_segments, sequences.response_segments

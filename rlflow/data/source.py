@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlflow.batch import Examples, Packed, Pairs, Prompts, Repeated, Rollouts, Sequences
+from rlflow.batch.segments import segment_numbers, unfold
 from rlflow.data.encoding import Rows, encode, make_pairs, missing_column_error
 from rlflow.data.files import is_local as is_local
 from rlflow.data.files import read_files_or_hub
@@ -81,9 +82,21 @@ class DataSource:
         )
 
     def texts(self, sequences: Sequences) -> list[tuple[str, str]]:
-        """Return the prompt and the response of each row with special tokens; long ones with a gap in the middle."""
-        prompts, responses = sequences.prompt_ids, sequences.response_ids
-        return [(self._text(prompts[row]), self._text(responses[row])) for row in range(len(sequences))]
+        """Return the prompt and the response of each row with special tokens; long ones with a gap in the middle.
+
+        Segments after a row's first follow in the response, each with a headline and its own prompt.
+        """
+        segments = unfold(sequences)
+        pairs = zip(*(_rows(ids) for ids in (segments.prompt_ids, segments.response_ids)), strict=True)
+        texts: list[tuple[str, str]] = []
+        for number, (prompt, response) in zip(segment_numbers(sequences), pairs, strict=True):
+            if number:
+                before = texts.pop()
+                following = f"\n[segment {number + 1}]\n{self._text(prompt)}{self._text(response)}"
+                texts.append((before[0], _shorten(before[1] + following)))
+            else:
+                texts.append((self._text(prompt), self._text(response)))
+        return texts
 
     def examples(self, step: int) -> Examples:
         """Return ``batch_size`` prompts with their responses for ``step``, counted from 0."""
@@ -117,9 +130,7 @@ class DataSource:
 
     def _text(self, ids: NDArray[np.int32]) -> str:
         assert self.tokenizer is not None
-        text = self.tokenizer.decode(ids.tolist())
-        half = _MAX_CHARACTERS // 2
-        return text if len(text) <= _MAX_CHARACTERS else f"{text[:half]} [...] {text[-half:]}"
+        return _shorten(self.tokenizer.decode(ids.tolist()))
 
     def _position(self, step: int) -> int:
         """Return the position where ``step`` begins."""
@@ -152,6 +163,15 @@ class DataSource:
         return np.array(
             [orders[epoch][position % len(self.rows)] for epoch, position in zip(epochs, positions, strict=True)]
         )
+
+
+def _rows(ids: Packed) -> list[NDArray[np.int32]]:
+    return [ids[row] for row in range(len(ids))]
+
+
+def _shorten(text: str) -> str:
+    half = _MAX_CHARACTERS // 2
+    return text if len(text) <= _MAX_CHARACTERS else f"{text[:half]} [...] {text[-half:]}"
 
 
 def load_rows(data: Data, field: Literal["split", "eval_split"]) -> Rows:

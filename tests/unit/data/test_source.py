@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlflow.batch import Packed, Sequences
+from rlflow.batch import Packed, Repeated, Sequences
 from rlflow.data.arithmetic import additions
 from rlflow.data.source import DataSource, describe_rows, load_rows, open_training_data
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
@@ -189,6 +189,25 @@ def test_long_texts_of_samples_have_a_gap_in_the_middle(tmp_path: Path) -> None:
     given = Sequences(keys=np.zeros((1, 3), np.int64), prompt_ids=ids[0], response_ids=ids[1])
     source = opened(data(write(tmp_path / "a.jsonl", ROWS)))
     assert source.texts(given) == [("1+2=", "1" * 2**14 + " [...] " + "2" * 2**14)]
+
+
+def test_samples_show_the_prompt_of_each_segment(tmp_path: Path) -> None:
+    def packed(*texts: str) -> Packed:
+        return Packed.from_rows([TOKENIZER.encode(text) for text in texts], np.int32)
+
+    def segments(*rows: list[int]) -> Repeated:
+        numbers = np.concatenate([np.arange(len(lengths)) for lengths in rows])
+        return Repeated(numbers, np.concatenate(rows), np.array([len(lengths) for lengths in rows]))
+
+    given = Sequences(
+        keys=np.zeros((2, 3), np.int64),
+        prompt_ids=packed("1+2=7+7=", "5+5="),
+        response_ids=packed("3144", "10"),
+        prompt_segments=segments([4, 4], [4]),
+        response_segments=segments([1, 3], [2]),
+    )
+    source = opened(data(write(tmp_path / "a.jsonl", ROWS)))
+    assert source.texts(given) == [("1+2=", "3\n[segment 2]\n7+7=144"), ("5+5=", "10")]
 
 
 def test_columns_reach_into_structs(tmp_path: Path) -> None:
