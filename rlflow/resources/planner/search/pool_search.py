@@ -93,7 +93,7 @@ def _policies(demands: Collection[Demand], offload: Offload) -> Iterator[PoolPol
 def _use_under(
     policy: PoolPolicy, pool: Pool, workload: Workload, searches: LayoutSearches, below: float
 ) -> PoolUse | Shortage:
-    """Return the best use of a pool under one policy, if it can take less than ``below`` seconds."""
+    """Return the best use of a pool under one policy, if it can take less than ``below`` seconds without turns."""
     layouts = {demand.role: searches.of(demand, policy, pool) for demand in pool.demands}
     least_seconds = sum(search.least_seconds for search in layouts.values())
     is_slower = Shortage(pool.demands[0].role, inf, "another policy is as fast")
@@ -104,23 +104,23 @@ def _use_under(
     idle_gib = {role: total_gib(terms) for role, terms in idle.items()}
     choices = {}
     for demand in pool.demands:
-        if least_seconds >= below:
-            return is_slower
         search, role = layouts[demand.role], demand.role
         safest = _safest(demand, pool, search, sum(idle_gib.values()) - idle_gib[role])
         if isinstance(safest, Shortage):
             return safest
         choice, margin = safest
         layout = replace(choice.layout, sleeps=True) if sleeps[role] else choice.layout
-        choice = replace(choice, layout=layout, idle=idle[role], margin=margin)
-        choices[role] = choice = with_turn(choice, demand, pool)
+        choices[role] = replace(choice, layout=layout, idle=idle[role], margin=margin)
         least_seconds += sum(choice.seconds.values()) - search.least_seconds
+        if least_seconds >= below:
+            return is_slower
     margins = [choice.margin for choice in choices.values()]
     for pool_margin in (_host_margin(pool, choices, workload), sync_margin(pool, choices, workload)):
         if isinstance(pool_margin, Shortage):
             return pool_margin
         margins.append(pool_margin)
-    return PoolUse(choices, max(margins))
+    in_turns = {demand.role: with_turn(choices[demand.role], demand, pool) for demand in pool.demands}
+    return PoolUse(in_turns, max(margins))
 
 
 def _sleeps(demand: Demand, policy: PoolPolicy, pool: Pool) -> bool:
