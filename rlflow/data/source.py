@@ -87,15 +87,14 @@ class DataSource:
         Segments after a row's first follow in the response, each with a headline and its own prompt.
         """
         segments = unfold(sequences)
-        pairs = zip(*(_rows(ids) for ids in (segments.prompt_ids, segments.response_ids)), strict=True)
         texts: list[tuple[str, str]] = []
-        for number, (prompt, response) in zip(segment_numbers(sequences), pairs, strict=True):
+        for row, number in enumerate(segment_numbers(sequences)):
+            prompt, response = self._text(segments.prompt_ids[row]), self._text(segments.response_ids[row])
             if number:
-                before = texts.pop()
-                following = f"\n[segment {number + 1}]\n{self._text(prompt)}{self._text(response)}"
-                texts.append((before[0], _shorten(before[1] + following)))
-            else:
-                texts.append((self._text(prompt), self._text(response)))
+                following = f"\n[segment {number + 1}]\n{prompt}{response}"
+                prompt, before = texts.pop()
+                response = _shorten(before + following)
+            texts.append((prompt, response))
         return texts
 
     def examples(self, step: int) -> Examples:
@@ -163,10 +162,6 @@ class DataSource:
         return np.array(
             [orders[epoch][position % len(self.rows)] for epoch, position in zip(epochs, positions, strict=True)]
         )
-
-
-def _rows(ids: Packed) -> list[NDArray[np.int32]]:
-    return [ids[row] for row in range(len(ids))]
 
 
 def _shorten(text: str) -> str:
