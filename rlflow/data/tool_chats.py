@@ -11,7 +11,7 @@ from rlflow.data import dialogues
 from rlflow.data.dialogues import Row
 
 # The share of examples that call the tool.
-_TOOL_SHARE = 0.45
+_TOOL_SHARE = 0.4
 
 
 def products(split: str, seed: int = 0) -> list[Row]:
@@ -34,7 +34,7 @@ def examples(split: str, seed: int = 0) -> list[dict[str, Any]]:
 def _response(row: Row, draw: random.Random) -> str:
     answer = row["answer"]
     if draw.random() >= _TOOL_SHARE:
-        return answer
+        return f"={answer}"
     a, b = map(int, row["prompt"].split("*"))
     call = json.dumps({"name": "multiply", "arguments": {"a": a, "b": b}})
     return (
