@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import ceil
 
 from rlflow.batch import Pairs, Sequences
 from rlflow.compiler.graph import SOURCES, Graph, accuracy_node, evaluation_nodes, resampled_nodes
@@ -102,6 +103,7 @@ def _from_data(recipe: Recipe, node: GraphNode, kind: TaskKind) -> Task:
         architecture = model_architecture(recipe.models[recipe.roles[node.role].model]) if node.role else None
         group_size, longest = unit_size, max(1, architecture.max_position_embeddings - limit if architecture else limit)
     responses = _lengths(expect.response_tokens, longest, "expect.response_tokens")
+    limit_turns = node.operation.num_turns
     expected = kind == "generate" or expect.response_tokens != "auto"
     if kind != "generate" and expected:
         longest = int(responses.longest)
@@ -116,7 +118,8 @@ def _from_data(recipe: Recipe, node: GraphNode, kind: TaskKind) -> Task:
         longest=unit_size * (limit + longest),
         unit_size=unit_size,
         is_expected=expected,
-        turns=node.operation.num_turns,
+        turns=limit_turns if expect.turns == "auto" else ceil(min(expect.turns, limit_turns)),
+        wait_s=expect.wait_s if limit_turns > 1 else 0.0,
     )
 
 

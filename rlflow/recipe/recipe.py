@@ -151,6 +151,10 @@ class Expect(Section):
     """The tokens of a prompt."""
     response_tokens: Expected = "auto"
     """The tokens of a response. In a file, also the folder of an earlier run, whose lengths are used."""
+    turns: Annotated[float, Ge(1)] | Literal["auto"] = "auto"
+    """The model's turns of a conversation, or its calls in an episode; by default the limit of the node."""
+    wait_s: Annotated[float, Ge(0), Le(7 * 24 * 3600)] = 0.0
+    """The seconds that an environment or an agent takes for each turn."""
     rounds: Annotated[float, Ge(1), Le(1e6)] = 1.0
     """Prompts that ``dynamic_sampling`` generates for, per prompt that is trained on."""
 

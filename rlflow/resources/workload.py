@@ -45,6 +45,8 @@ class Task:
     """How often each sample is trained on."""
     turns: int = 1
     """Turns in which a response is generated."""
+    wait_s: float = 0.0
+    """The seconds that a sample waits after each turn."""
 
     @cached_property
     def tokens(self) -> float:

@@ -18,7 +18,7 @@ from rlflow.compiler.checks.models import (
 )
 from rlflow.compiler.checks.responses import check_responses
 from rlflow.compiler.checks.roles import check_heads, check_roles
-from rlflow.compiler.checks.schedule import check_overlap, check_resampling
+from rlflow.compiler.checks.schedule import check_overlap, check_resampling, check_turns
 from rlflow.compiler.graph import Graph
 from rlflow.recipe import Recipe
 from rlflow.resources.cluster import Cluster
@@ -33,6 +33,7 @@ RULES = (
     check_sources,
     check_groups,
     check_resampling,
+    check_turns,
     check_overlap,
     check_reward_models,
     check_data,

@@ -33,6 +33,18 @@ def check_resampling(recipe: Recipe, graph: Graph) -> None:
             raise GraphError(f"graph.{node.name}", fact, fix=fix)
 
 
+def check_turns(recipe: Recipe, graph: Graph) -> None:
+    """Check that turns are expected only where there are some. Raises RecipeError."""
+    expect = recipe.expect
+    longest = max((node.operation.num_turns for node in graph.nodes), default=1)
+    for name, is_set in (("turns", expect.turns != "auto"), ("wait_s", expect.wait_s > 0)):
+        if is_set and longest == 1:
+            raise RecipeError(f"expect.{name}", "no node generates in several turns", fix="leave it out")
+    if expect.turns != "auto" and expect.turns > longest:
+        fact = f"{expect.turns:g} is more than the {longest} turns that the graph allows"
+        raise RecipeError("expect.turns", fact, fix=f"expect.turns={longest}, or a larger limit in the graph")
+
+
 def check_overlap(recipe: Recipe, graph: Graph) -> None:
     """Check that generation can run ahead of training as the recipe asks. Raises RecipeError and GraphError."""
     options = recipe.overlap

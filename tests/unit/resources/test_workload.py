@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 from rlflow.resources.layout import Layout
-from rlflow.resources.planner.prediction.task_times import task_seconds
+from rlflow.resources.planner.prediction.task_times import task_seconds, with_waits
+from rlflow.resources.time.decoding import Generation
 from rlflow.resources.time.lengths import Lengths
 from rlflow.resources.time.speed import Efficiency, gpu_speed
 from tests.unit.resources.planner.planning import H100, SEVEN_B, demand, task
@@ -34,3 +35,12 @@ def test_turns_take_longer_than_one_generation() -> None:
         for turns in (1, 2, 4)
     ]
     assert seconds[0] < seconds[1] < seconds[2] < 4 * seconds[0]
+
+
+def test_waits_are_hidden_as_far_as_other_sequences_run_meanwhile() -> None:
+    waiting = replace(task("rollout", "rollout", "generate"), turns=4, wait_s=10.0)
+    turns = (Generation(5.0, 1.0, 32, 1000.0),) * 4
+    assert with_waits(waiting, turns, 16) == 4 * 5 + 4 * 10
+    assert with_waits(waiting, turns, 64) == 2 * 5 + 4 * 10
+    assert with_waits(waiting, turns * 100, 640) == 400 * 5
+    assert with_waits(replace(waiting, wait_s=0.0), turns, 64) == 4 * 5

@@ -80,13 +80,25 @@ def _work_seconds(demand: Demand, task: Task, layout: Layout, speed: Speed, kv_t
     model = demand.architecture
     assert model is not None
     if task.kind == "generate":
-        return sum(turn.seconds for turn in generations(demand, task, layout, speed, kv_tokens))
+        turns = generations(demand, task, layout, speed, kv_tokens)
+        return with_waits(task, turns, task.samples / layout.data_parallel_size)
     epochs, minibatches = (task.epochs, task.minibatches) if task.kind == "update" else (1, 1)
     batch = PassBatch(
         tokens=task.tokens * epochs, length=task.typical_length, computed=task.computed_share, minibatches=minibatches
     )
     predict = training if task.kind == "update" else scoring
     return predict(model, layout, speed, batch, engine_kernels(demand, layout, speed)).seconds
+
+
+def with_waits(task: Task, turns: Sequence[Generation], sequences: float) -> float:
+    """Return the seconds of the ``turns`` of an engine's ``sequences``, which wait after each.
+
+    Those that wait need no place among the running ones. While there are more sequences than places, others run
+    meanwhile, and waiting takes no time. The last ones, as many as there are places, run and wait in alternation.
+    """
+    busy = sum(turn.seconds for turn in turns)
+    share = min(1.0, turns[0].concurrency / sequences)
+    return max(busy, busy * share + task.turns * task.wait_s)
 
 
 def engine_kernels(demand: Demand, layout: Layout, speed: Speed) -> Kernels:
