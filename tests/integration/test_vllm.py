@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -318,6 +319,14 @@ def kill_a_rank(_: list[Any]) -> None:
     multiprocessing.active_children()[-1].kill()
 
 
+def advance_all(engine: Any, rows: bytes, partial: Rollouts | None, stopped: Event) -> None:
+    """Advance a session until these rows are done, or it is stopped."""
+    num_left = len(rows) // 4
+    while num_left and not stopped.is_set():
+        num_left -= len(engine.advance(rows, num_left, partial).rows) // 4
+        rows, partial = b"", None
+
+
 def broken_off(
     engines: Sequence[Any],
     place: int,
@@ -331,10 +340,12 @@ def broken_off(
     rows = np.flatnonzero(~groups.done).astype(np.int32).tobytes()
     engine.begin_session(given, sampling)
     begun = engine.decode_steps
+    stopped = Event()
     with ThreadPoolExecutor(1) as pool:
-        writing = pool.submit(engine.advance, rows, 0, before)
+        writing = pool.submit(advance_all, engine, rows, before, stopped)
         while engine.decode_steps < begun + steps and not writing.done():
             wait([writing], timeout=0.002)
+        stopped.set()
         written: Rollouts | None = engine.preempt(rows)
         writing.result(60)
     return groups.merge([part for part in (written, engine.finish_session()) if part is not None])
@@ -344,7 +355,7 @@ def gone_on(engines: Sequence[Any], place: int, given: Prompts, sampling: Sampli
     """Return the complete rollouts of a generation that was stopped."""
     engine, groups = engines[place], GroupProgress(given, sampling, begun)
     engine.begin_session(given, sampling)
-    engine.advance(np.flatnonzero(~groups.done).astype(np.int32).tobytes(), 0, begun)
+    advance_all(engine, np.flatnonzero(~groups.done).astype(np.int32).tobytes(), begun, Event())
     return groups.merge([engine.finish_session()])
 
 
