@@ -59,7 +59,7 @@ def paths(content: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     for name, value in content.items():
         inside = prefix.split(".")[0] if prefix.count(".") == 1 else ""
         shown = {"models": "NAME", "roles": "ROLE"}.get(inside, name)
-        if isinstance(value, Mapping) and shown not in ("options", "columns"):
+        if isinstance(value, Mapping) and shown not in ("options", "columns", "template_options"):
             yield from paths(value, f"{prefix}{shown}.")
         else:
             yield f"{prefix}{shown}"
