@@ -98,6 +98,10 @@ class AgentEngine(SessionEngine):
         self._events.post(self._abort, futures)
         wait(futures)
 
+    def stop(self) -> None:
+        """End the endpoint and the workers, as the end of this object does."""
+        self._host.stop()
+
     def rollouts(self, samples: Prompts, responses: Sequence[Any], sampling: Sampling) -> Conversations:
         return build_trajectories(samples, responses, sampling.scoring_temperature)
 
@@ -119,9 +123,6 @@ class AgentEngine(SessionEngine):
         try:
             handler(items)
         except BaseException as error:  # without an answer, callers would wait forever
-            if not isinstance(error, EngineError | UserError):
-                cause, error = error, EngineError(f"agents: {first_line(error)}.")
-                error.__cause__ = cause
             for episode in list(self._episodes.values()):
                 self._fail(episode, error)
 
@@ -135,7 +136,7 @@ class AgentEngine(SessionEngine):
             if before is None:
                 self._start(episode)
             elif before.interrupted != episode.record.to_bytes():  # it was at another engine since then
-                self._drop(before)
+                self._leave(before)
                 self._start(episode)
             else:
                 before.future, before.sampling, before.interrupted = episode.future, episode.sampling, None
@@ -146,7 +147,11 @@ class AgentEngine(SessionEngine):
     def _start(self, episode: Episode) -> None:
         """Start an attempt of an episode with a fresh environment."""
         seed = sample_seed(self._engine.seed, episode.key) >> 1
-        name, worker = self._host.start("-".join(map(str, episode.key.tolist())), episode.row, seed)
+        try:
+            name, worker = self._host.start("-".join(map(str, episode.key.tolist())), episode.row, seed)
+        except Exception as error:
+            self._fail(episode, error)
+            return
         episode.begin_attempt(name, worker, time.monotonic())
         self._episodes[name] = episode
 
@@ -161,7 +166,8 @@ class AgentEngine(SessionEngine):
         self._host.note_ends(ended)
         for message in ended:
             episode = self._episodes.get(message.episode)
-            if episode is None:
+            # Without an endpoint, agents fail that are not to blame. They start again when it is replaced.
+            if episode is None or not self._host.has_endpoint:
                 continue
             is_blocked = isinstance(message.outcome, Failure) and message.outcome.kind == "timeout"
             if (message.outcome is None or is_blocked) and not episode.is_late:
@@ -223,15 +229,15 @@ class AgentEngine(SessionEngine):
         """End an attempt: nobody listens to its agent any more."""
         if self._episodes.pop(episode.name, None) is not None:
             assert episode.worker is not None
-            self._host.stop(episode.name, episode.worker)
-
-    def _drop(self, episode: Episode) -> None:
-        """End an interrupted episode, which another engine may have taken over."""
-        self._interrupted.pop(episode.key.tobytes(), None)
-        self._leave(episode)
+            self._host.stop_episode(episode.name, episode.worker)
+        if self._interrupted.get(episode.key.tobytes()) is episode:
+            del self._interrupted[episode.key.tobytes()]
 
     def _fail(self, episode: Episode, error: BaseException) -> None:
         self._leave(episode)
+        if not isinstance(error, EngineError | UserError):
+            cause, error = error, EngineError(f"agents: {first_line(error)}.")
+            error.__cause__ = cause
         if not episode.future.done():
             episode.future.set_exception(error)
 
@@ -248,11 +254,13 @@ class AgentEngine(SessionEngine):
 
     def _check_limits(self, _: list[None]) -> None:
         """End attempts whose agents take too long, and interrupted episodes that nobody resumes."""
-        self._host.check()
+        if not self._host.check():
+            for episode in self._episodes.values():  # no agent is late while its calls wait for the endpoint
+                episode.idle_since = time.monotonic()
         late = time.monotonic() - self._options.timeout_s - _GRACE_S
         for episode in [episode for episode in self._episodes.values() if episode.idle_since < late]:
             if not episode.is_live:
-                self._drop(episode)
+                self._leave(episode)
             elif not episode.waiting and not episode.is_late:
                 assert episode.worker is not None
                 episode.is_late = True
@@ -263,7 +271,7 @@ class AgentEngine(SessionEngine):
         for death in lost:
             for episode in filter(None, map(self._episodes.get, sorted(death.worker.episodes))):
                 if not episode.is_live:
-                    self._drop(episode)
+                    self._leave(episode)
                 elif episode.waiting:
                     self._restart(episode)
                 else:
@@ -279,7 +287,7 @@ class AgentEngine(SessionEngine):
             if episode.is_live:
                 self._restart(episode)
             else:
-                self._drop(episode)
+                self._leave(episode)
 
 
 def _tick(engine: "ref[AgentEngine]") -> None:

@@ -118,6 +118,7 @@ class EpisodeCalls:
                     waiting.remove(number)
                 if not waiting:
                     episode.waiting.pop(name, None)
+                    episode.idle_since = time.monotonic()
                     self.stop([(episode, name)] if name in episode.generating else [])
 
     def stop(self, calls: Sequence[tuple[Episode, CallName]]) -> None:

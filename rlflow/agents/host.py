@@ -1,9 +1,11 @@
 """The processes beside an engine: its endpoint, and the workers in which agents run."""
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from secrets import token_hex
-from tempfile import TemporaryDirectory
+from shutil import rmtree
+from tempfile import mkdtemp
 from typing import Any
 
 from rlflow.agents.base import ModelService, ModelSpec
@@ -38,22 +40,30 @@ class EndpointDied:
 
 
 class AgentHost:
-    """The endpoint and the workers of one engine. One thread calls the methods."""
+    """The endpoint and the workers of one engine, which end with it. One thread calls the methods."""
 
     def __init__(self, options: AgentOptions, tokenizer: Any, receive: Callable[[Sequence[Any]], None]) -> None:
         """Start the endpoint. Raises RecipeError and EngineError.
 
-        Other threads call ``receive`` with messages of the endpoint and the workers, and with deaths of these.
+        Other threads call the method ``receive`` with messages of the endpoint and the workers, and with deaths of
+        these, as long as there is its object.
         """
+        receive = _weak(receive)
         self._receive = receive
-        self._folder = TemporaryDirectory(prefix="rlflow-agents-")
-        tokenizer.save_pretrained(self._folder.name)
+        folder = mkdtemp(prefix="rlflow-agents-")
+        self._remove_folder = weakref.finalize(self, rmtree, folder, ignore_errors=True)
+        tokenizer.save_pretrained(folder)
         limits = options.max_tokens, options.turn_tokens
-        self._model = ModelSpec(self._folder.name, "policy", *limits, options.template_options)
+        self._model = ModelSpec(folder, "policy", *limits, options.template_options)
         self.num_endpoints = 0
         self._endpoint = self._start_endpoint()
         spec = AgentSpec(options.environment, options.options, options.timeout_s)
-        self._pool = WorkerPool(spec, options.processes or num_own_cpus(), receive, self._receive_death)
+
+        # The threads of this host hold what they call: none may hold the host.
+        def receive_death(worker: AgentWorker, end: str) -> None:
+            receive([WorkerDied(worker, end)])
+
+        self._pool = WorkerPool(spec, options.processes or num_own_cpus(), receive, receive_death)
 
     def start(self, prefix: str, row: Row, seed: int) -> tuple[str, AgentWorker]:
         """Start an episode; return a name of its own with this prefix, and its worker. Raises EngineError."""
@@ -63,11 +73,16 @@ class AgentHost:
         worker.start(StartEpisode(name, token, row, seed))
         return name, worker
 
-    def stop(self, name: str, worker: AgentWorker) -> None:
+    def stop_episode(self, name: str, worker: AgentWorker) -> None:
         """Close an episode: the endpoint refuses its calls, and its worker cancels it unless it has ended."""
         self._endpoint.send([CloseEpisode(name)])
         if name in worker.episodes:
             worker.stop(name)
+
+    @property
+    def has_endpoint(self) -> bool:
+        """Return False if the endpoint has died, which ``receive`` may hear of later."""
+        return not self._endpoint.has_died
 
     def answer(self, answers: Sequence[Reply | Refusal]) -> None:
         """Answer calls."""
@@ -79,9 +94,16 @@ class AgentHost:
         for message in ended:
             self._pool.forget(message.episode)
 
-    def check(self) -> None:
-        """Kill workers that do not stop an episode."""
+    def check(self) -> bool:
+        """Kill processes that hang, and return whether the endpoint has answered lately."""
         self._pool.check()
+        return self._endpoint.check()
+
+    def stop(self) -> None:
+        """End all processes."""
+        self._pool.stop()
+        self._endpoint.stop()
+        self._remove_folder()
 
     def replace_endpoint(self) -> None:
         """Start another endpoint, and other workers for those that call the dead one. Raises EngineError."""
@@ -95,5 +117,13 @@ class AgentHost:
         number, receive = self.num_endpoints, self._receive
         return Endpoint(self._model, receive, lambda reason: receive([EndpointDied(number)]))
 
-    def _receive_death(self, worker: AgentWorker, end: str) -> None:
-        self._receive([WorkerDied(worker, end)])
+
+def _weak(method: Callable[[Sequence[Any]], None]) -> Callable[[Sequence[Any]], None]:
+    """Return a function that calls a method as long as there is its object."""
+    reference = weakref.WeakMethod(method)
+
+    def call(messages: Sequence[Any]) -> None:
+        if (bound := reference()) is not None:
+            bound(messages)
+
+    return call

@@ -70,6 +70,11 @@ class Count:
 
 
 @dataclass(frozen=True)
+class Ping:
+    """Engine to endpoint: show that you live. Endpoint to engine: it does."""
+
+
+@dataclass(frozen=True)
 class Reply:
     """Engine to endpoint: the answer to a call."""
 

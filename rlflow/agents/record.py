@@ -94,6 +94,7 @@ class EpisodeRecord:
         for (digest, number, _, finished, is_done, text), *reply in zip(calls, *columns, strict=True):
             result = CallResult(PartialResponse(*reply), finished, is_done, text)
             record.calls[digest, number] = RecordedCall(result)
+        record.used = dict.fromkeys(record.calls)
         return record
 
 

@@ -7,6 +7,7 @@ import socket
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -62,9 +63,10 @@ class AgentWorker:
 
     def kill(self) -> None:
         """End the process with all that it started."""
-        self.has_died = True
-        with suppress(ProcessLookupError):
-            os.kill(self._process.pid, signal.SIGKILL)
+        if not self.has_died:  # else another process may have its number by now
+            self.has_died = True
+            with suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGKILL)
 
     def _send(self, message: Any) -> None:
         try:
@@ -73,7 +75,7 @@ class AgentWorker:
             self.kill()
 
     def _read(self, receive: "Receive", died: "Died") -> None:
-        with suppress(OSError, EOFError, struct.error, pickle.UnpicklingError, ValueError):
+        with self._answers, suppress(OSError, EOFError, struct.error, pickle.UnpicklingError, ValueError):
             while True:
                 (length,) = LENGTH.unpack(self._answers.read(LENGTH.size))
                 receive(pickle.loads(self._answers.read(length)))
@@ -89,7 +91,10 @@ Died = Callable[[AgentWorker, str], None]
 
 
 class WorkerPool:
-    """The workers of one engine. They start on first use, and one that has died is replaced on the next."""
+    """The workers of one engine. They start on first use, and one that has died is replaced on the next.
+
+    They end on ``stop`` or with this object.
+    """
 
     def __init__(self, spec: AgentSpec, num_workers: int, receive: Receive, died: Died) -> None:
         """Load the agent in a fork server. Raises RecipeError and EngineError.
@@ -98,6 +103,8 @@ class WorkerPool:
         """
         spec.load(spec.environment)
         self._fork_server = ForkServer({spec.environment: spec})
+        # Threads that read from workers hold the fork server.
+        self.stop = weakref.finalize(self, self._fork_server.stop)
         self._receive, self._died = receive, died
         self._workers: list[AgentWorker | None] = [None] * num_workers
 

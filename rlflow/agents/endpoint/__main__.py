@@ -21,7 +21,7 @@ from rlflow.agents.endpoint.episodes import Episodes
 from rlflow.agents.endpoint.link import EngineLink
 from rlflow.agents.endpoint.server import Server
 from rlflow.agents.endpoint.service import Service
-from rlflow.agents.messages import LENGTH, OpenEpisode, pack
+from rlflow.agents.messages import LENGTH, OpenEpisode, Ping, pack
 from rlflow.errors import EngineError
 
 # Bytes that requests and templates may allocate on top of what the process has when it starts.
@@ -54,6 +54,8 @@ async def serve(end: socket.socket) -> None:
     def receive(message: Any) -> None:
         if isinstance(message, OpenEpisode):
             episodes.open(message)
+        elif isinstance(message, Ping):
+            link.send(message)
         else:
             episodes.close(message.episode)
             link.end_calls(message.episode)

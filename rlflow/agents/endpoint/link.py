@@ -26,11 +26,11 @@ class EngineLink:
         number = next(self._numbers)
         future: asyncio.Future[Reply | Refusal] = asyncio.get_running_loop().create_future()
         self._open[number] = episode, future
-        self._send(Call(number, episode, prompt_ids, max_tokens, is_repeated))
+        self.send(Call(number, episode, prompt_ids, max_tokens, is_repeated))
         try:
             answer = await future
         except asyncio.CancelledError:  # the client has gone away
-            self._send(CancelCall(number))
+            self.send(CancelCall(number))
             raise
         finally:
             del self._open[number]
@@ -40,7 +40,7 @@ class EngineLink:
 
     def count(self, episode: str, name: str) -> None:
         """Tell the engine about something that is counted."""
-        self._send(Count(episode, name))
+        self.send(Count(episode, name))
 
     def end_calls(self, episode: str) -> None:
         """Refuse the open calls of an episode that has ended."""
@@ -62,7 +62,7 @@ class EngineLink:
                 elif message.number in self._open and not self._open[message.number][1].done():
                     self._open[message.number][1].set_result(message)
 
-    def _send(self, message: Any) -> None:
+    def send(self, message: Any) -> None:
         """Send a message in one frame with all others of this turn of the loop."""
         if not self._unsent:
             asyncio.get_running_loop().call_soon(self._flush)

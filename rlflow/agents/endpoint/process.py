@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import select
 import socket
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from rlflow.agents.messages import (
     CloseEpisode,
     Count,
     OpenEpisode,
+    Ping,
     Refusal,
     Reply,
     pack,
@@ -28,11 +30,13 @@ from rlflow.agents.messages import (
 from rlflow.errors import EngineError
 
 _START_TIMEOUT_S, _STOP_TIMEOUT_S = 120.0, 5.0
+# Checks without an answer after which the process hangs. A chat template may keep it busy for some seconds.
+_MAX_SILENT_CHECKS = 15
 # The endpoint reads a folder, and encodes one text at a time.
 _VARIABLES = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
-FromEndpoint = Call | CancelCall | Count
-ToEndpoint = OpenEpisode | CloseEpisode | Reply | Refusal
+FromEndpoint = Call | CancelCall | Count | Ping
+ToEndpoint = OpenEpisode | CloseEpisode | Ping | Reply | Refusal
 
 
 class Endpoint:
@@ -59,9 +63,10 @@ class Endpoint:
                 env={**os.environ, **_VARIABLES},
             )
         unsent: SimpleQueue[bytes | None] = SimpleQueue()
-        is_stopping = threading.Event()
+        is_stopping, has_answered = threading.Event(), threading.Event()
         self.pid = process.pid
-        self._unsent = unsent
+        self._socket, self._process, self._unsent, self._has_answered = ours, process, unsent, has_answered
+        self._num_silent_checks = 0
         self.stop = weakref.finalize(self, _stop, ours, process, unsent, is_stopping)
         frames = ours.makefile("rb")
         answer: int | str = "it does not answer"
@@ -81,7 +86,9 @@ class Endpoint:
             with errors, frames:
                 with suppress(OSError, EOFError):
                     while True:
-                        receive(_read(frames))
+                        messages = _read(frames)
+                        has_answered.set()
+                        receive(messages)
                 if not is_stopping.is_set():
                     died(_last_line(errors) or f"exit code {process.wait()}")
 
@@ -96,6 +103,24 @@ class Endpoint:
     def send(self, messages: Sequence[ToEndpoint]) -> None:
         """Send messages. Any thread may do so, and none waits."""
         self._unsent.put(pack(messages))
+
+    @property
+    def has_died(self) -> bool:
+        """Return whether the process has ended, from the moment that its connections are closed."""
+        if self._socket.fileno() < 0:
+            return True
+        ends = select.poll()
+        ends.register(self._socket, select.POLLRDHUP)
+        return bool(ends.poll(0))
+
+    def check(self) -> bool:
+        """Return whether the process has answered lately, and kill it if it hangs."""
+        self._num_silent_checks = 0 if self._has_answered.is_set() else self._num_silent_checks + 1
+        if self._num_silent_checks > _MAX_SILENT_CHECKS:
+            self._process.kill()
+        self._has_answered.clear()
+        self.send([Ping()])
+        return self._num_silent_checks < 2
 
 
 def _read(frames: IO[bytes]) -> list[Any]:

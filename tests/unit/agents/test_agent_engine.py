@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.random_model import RandomModel, logprobs_of
 from rlflow.agents.agent_engine import AgentEngine
 from rlflow.agents.options import AgentOptions
 from rlflow.batch import Conversations, Packed, Prompts
@@ -18,7 +19,6 @@ from rlflow.engines.base import Sampling
 from rlflow.engines.group_progress import GroupProgress
 from rlflow.errors import EnvironmentFailedError, RecipeError
 from tests.unit.agents import agents_of_tests
-from tests.unit.agents.random_model import RandomModel, logprobs_of
 
 HERE = agents_of_tests.__name__
 SAMPLING = Sampling(max_tokens=400, temperature=1.0)
