@@ -33,8 +33,7 @@ from rlflow.agents.options import AgentOptions
 from rlflow.batch import Conversations, Packed, Prompts
 from rlflow.engines.base import Sampling, sample_seed
 
-EPISODES, BATCH = 1000, 100
-MAX_TOKENS, TURN_TOKENS, MAX_CALLS = 1500, 24, 60
+EPISODES, BATCH, MAX_TOKENS = 1000, 100, 1500
 TOOLS = [{"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {}}}]
 # A template would write it with other spaces.
 TOOL_CALL = b'{"name":  "look","arguments":{"a": 1 }}'
@@ -77,19 +76,20 @@ class Walk:
         self.system = {"role": "system", "content": f"episode {number};"}
         self.calls: list[tuple[Sequence[Message], Message]] = []
 
-    def say(self, *calls: Any) -> list[Message]:
-        """Return messages after a reply, each with a text that is said once."""
-        answers = [{"role": "tool", "tool_call_id": call["id"], "content": "it is \u00e9"} for call in calls]
-        return [*answers, {"role": "user", "content": f"more \u2713 <{self.random.getrandbits(40):010x}>"}]
+    def say(self) -> Message:
+        """Return a message with a text that is said once."""
+        return {"role": "user", "content": f"more \u2713 <{self.random.getrandbits(40):010x}>"}
 
     async def ask(self, messages: Sequence[Message], limit: int | None = None) -> list[Message]:
         """Return the chat with a reply and what is said after it."""
-        messages, repeats = list(messages), self.random.random() < 0.1
+        messages, repeats, said = list(messages), self.random.random() < 0.1, self.say()
         reply = await self.client.chat(messages, TOOLS, max_tokens=limit)
         self.calls.append((messages, reply.message))
         if repeats:
             await self.repeat(messages, limit, reply.message)
-        return [*messages, reply.message, *self.say(*reply.message.get("tool_calls", ()))]
+        calls = reply.message.get("tool_calls", ())
+        answers = [{"role": "tool", "tool_call_id": call["id"], "content": "it is \u00e9"} for call in calls]
+        return [*messages, reply.message, *answers, said]
 
     async def repeat(self, messages: Sequence[Message], limit: int | None, expected: Message) -> None:
         """Ask again as a client that got no answer."""
@@ -102,11 +102,11 @@ class Walk:
 
     async def chat(self, steps: int) -> None:
         """Hold a chat."""
-        random, messages = self.random, [self.system, *self.say()]
+        random, messages = self.random, [self.system, self.say()]
         for _ in range(steps):
             action = random.choice(("go on", "go on", "parallel", "cut", "compact", "edit", "subagent", "again"))
             if action == "parallel":
-                chats = [[*messages[:-1], *self.say()] for _ in range(random.randint(2, 3))]
+                chats = [[*messages[:-1], self.say()] for _ in range(random.randint(2, 3))]
                 chosen = random.randrange(len(chats))
                 messages = (await asyncio.gather(*map(self.ask, chats)))[chosen]
                 continue
@@ -152,8 +152,7 @@ def text_of(ids: Sequence[int]) -> bytes:
 
 def segments_of(batch: Conversations, row: int) -> Iterator[tuple[list[int], list[tuple[int, int, np.ndarray]]]]:
     """Yield the tokens of each segment, with the start, the end and the logprobs of each reply."""
-    assert batch.prompt_segments is not None
-    assert batch.response_segments is not None
+    assert batch.prompt_segments is not None and batch.response_segments is not None  # noqa: PT018
     counts = batch.prompt_segments.runs_per_row
     counts = np.ones(len(batch), np.int64) if counts is None else counts
     first, count = int(counts[:row].sum()), int(counts[row])
@@ -195,14 +194,12 @@ def measure(count: int) -> tuple[dict[str, float], int, int]:
     figures = Counter[str]()
     error, num_calls, num_compared = 0.0, 0, 0
     with TemporaryDirectory() as folder:
-        options = AgentOptions(
-            environment="benchmarks.agent_tokens:Wanderer",
-            options={"folder": folder},
-            max_calls=MAX_CALLS,
-            turn_tokens=TURN_TOKENS,
-            max_tokens=MAX_TOKENS,
-            processes=1,
-        )
+        agent: dict[str, Any] = {
+            "environment": "benchmarks.agent_tokens:Wanderer",
+            "options": {"folder": folder},
+            "processes": 1,
+        }
+        options = AgentOptions(**agent, max_calls=60, turn_tokens=24, max_tokens=MAX_TOKENS)
         model, sampling = Recorder(), Sampling(max_tokens=MAX_TOKENS, temperature=1.0)
         engine = AgentEngine(model, options)
         for first in range(0, count, BATCH):
