@@ -34,6 +34,7 @@ from rlflow.batch import Conversations, Packed, Prompts
 from rlflow.engines.base import Sampling, sample_seed
 
 EPISODES, BATCH, MAX_TOKENS = 1000, 100, 1500
+LIMITS: Any = {"max_calls": 60, "turn_tokens": 24, "max_tokens": MAX_TOKENS, "processes": 1}
 TOOLS = [{"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {}}}]
 # A template would write it with other spaces.
 TOOL_CALL = b'{"name":  "look","arguments":{"a": 1 }}'
@@ -194,12 +195,7 @@ def measure(count: int) -> tuple[dict[str, float], int, int]:
     figures = Counter[str]()
     error, num_calls, num_compared = 0.0, 0, 0
     with TemporaryDirectory() as folder:
-        agent: dict[str, Any] = {
-            "environment": "benchmarks.agent_tokens:Wanderer",
-            "options": {"folder": folder},
-            "processes": 1,
-        }
-        options = AgentOptions(**agent, max_calls=60, turn_tokens=24, max_tokens=MAX_TOKENS)
+        options = AgentOptions(environment="benchmarks.agent_tokens:Wanderer", options={"folder": folder}, **LIMITS)
         model, sampling = Recorder(), Sampling(max_tokens=MAX_TOKENS, temperature=1.0)
         engine = AgentEngine(model, options)
         for first in range(0, count, BATCH):
