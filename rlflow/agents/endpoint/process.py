@@ -35,7 +35,7 @@ _MAX_SILENT_CHECKS = 15
 # The endpoint reads a folder, and encodes one text at a time.
 _VARIABLES = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
-FromEndpoint = Call | CancelCall | Count | Ping
+FromEndpoint = Call | CancelCall | Count
 ToEndpoint = OpenEpisode | CloseEpisode | Ping | Reply | Refusal
 
 
@@ -88,7 +88,7 @@ class Endpoint:
                     while True:
                         messages = _read(frames)
                         has_answered.set()
-                        receive(messages)
+                        receive([message for message in messages if not isinstance(message, Ping)])
                 if not is_stopping.is_set():
                     died(_last_line(errors) or f"exit code {process.wait()}")
 
