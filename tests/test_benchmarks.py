@@ -13,7 +13,7 @@ WITHOUT_PLANS = {"fixes", "fsdp_memory", "fuzz_recipes", "pins", "rewards", "upd
 SLOW = {"algorithms", "data_plane", "faults", "grpo_vs_trl", "overlap", "own_runs", "placement"}
 SLOW |= {"planning_time", "staleness", "tail"}
 # An engine alone.
-WITHOUT_PLANS |= {"agent_tokens", "decode_cost"}
+WITHOUT_PLANS |= {"agent_faults", "agent_tokens", "decode_cost"}
 
 
 def programs() -> list[str]:

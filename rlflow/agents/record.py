@@ -74,11 +74,13 @@ class EpisodeRecord:
         return sum(len(self.calls[name].ids) for name in self.used)
 
     def to_bytes(self) -> bytes:
-        """Return what ``from_partial`` needs besides the tokens of this attempt's calls, as JSON."""
+        """Return what ``from_partial`` needs besides the tokens of all calls, as JSON.
+
+        Those of earlier attempts are among them: this attempt may have to ask them again.
+        """
         calls = [
             [*name, len(call.ids), call.result.finished, call.result.is_done, call.result.text]
             for name, call in self.calls.items()
-            if name in self.used
         ]
         return json.dumps({"calls": calls}).encode()
 
@@ -94,7 +96,6 @@ class EpisodeRecord:
         for (digest, number, _, finished, is_done, text), *reply in zip(calls, *columns, strict=True):
             result = CallResult(PartialResponse(*reply), finished, is_done, text)
             record.calls[digest, number] = RecordedCall(result)
-        record.used = dict.fromkeys(record.calls)
         return record
 
 

@@ -99,7 +99,7 @@ def _columns(sample_ids: Ids, rollout: Rollout) -> _Columns:
     record = rollout.record
     if not rollout.is_done:
         # Only an engine that goes on reads it: the replies one after another, without what was between them.
-        replies = tuple(record.calls[name].result.reply for name in record.calls if name in record.used)
+        replies = tuple(call.result.reply for call in record.calls.values())
         return _Columns((sample_ids,), replies, tuple(range(len(replies))), (0,) * len(replies), ())
     calls = list(record.done_calls())
     if not calls:

@@ -13,12 +13,14 @@ import pytest
 
 from benchmarks.random_model import RandomModel
 from rlflow.agents.agent_engine import AgentEngine
+from rlflow.agents.call_generator import CallResult
 from rlflow.agents.endpoint import process
 from rlflow.agents.episode import Episode
 from rlflow.agents.episode_calls import EpisodeCalls
 from rlflow.agents.messages import Call, CancelCall
-from rlflow.agents.record import EpisodeRecord
-from rlflow.engines.group_progress import GroupProgress
+from rlflow.agents.record import EpisodeRecord, RecordedCall
+from rlflow.agents.trajectories import Rollout, build_trajectories
+from rlflow.engines.group_progress import GroupProgress, PartialResponse
 from rlflow.errors import EngineError
 from rlflow.system.processes import descendants
 from tests.unit.agents.test_agent_engine import LIMIT_S, SAMPLING, options, run, samples_of
@@ -116,3 +118,16 @@ def test_a_client_that_gives_up_has_time_to_ask_again() -> None:
     calls.cancel([CancelCall(1)])
     assert episode.idle_since > 0
     assert not episode.generating
+
+
+def test_an_episode_that_moves_keeps_the_calls_of_earlier_attempts() -> None:
+    reply = PartialResponse(np.array([5, 6], np.int32), np.zeros(2, np.float32), np.ones(2, np.int32))
+    record, samples = EpisodeRecord(), samples_of([{}])
+    name = record.name_of(b"prompt", 12, False)
+    record.calls[name] = RecordedCall(CallResult(reply, True, True, "text"), np.array([1, 2], np.int32), 12)
+    record.begin_attempt()
+    interrupted = build_trajectories(samples, [Rollout(record)], 1.0)
+    (partial,) = GroupProgress(samples, SAMPLING, interrupted).partial_responses(np.arange(1))
+    moved = EpisodeRecord.from_partial(partial)
+    assert moved.calls[name].ids.tolist() == [5, 6]
+    assert moved.calls[name].result.is_done

@@ -19,7 +19,10 @@ pytestmark = pytest.mark.slow  # the endpoint takes some seconds to start
 
 
 def is_running(pid: int) -> bool:
-    return Path(f"/proc/{pid}").exists()
+    try:
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def test_an_endpoint_that_dies_is_reported_once_and_one_that_stops_is_not(folder: Path) -> None:
