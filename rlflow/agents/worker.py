@@ -119,7 +119,8 @@ class _Worker:
             outcome = Failure("raised", f"failed ({first_line(error)})")
         del self._episodes[message.episode]
         self._writer.write(pack([EpisodeEnded(message.episode, outcome)]))
-        await self._writer.drain()
+        with suppress(ConnectionError):  # the engine has ended
+            await self._writer.drain()
 
     async def _outcome(self, message: StartEpisode) -> Outcome | Failure:
         from rlflow.agents.client import HttpClient
