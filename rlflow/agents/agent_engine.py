@@ -163,11 +163,12 @@ class AgentEngine(SessionEngine):
 
     def _end_episodes(self, ended: list[EpisodeEnded]) -> None:
         """Complete episodes that agents have ended."""
+        if not self._host.has_endpoint:
+            return  # Without it, agents fail that are not to blame. All start again when it is replaced.
         self._host.note_ends(ended)
         for message in ended:
             episode = self._episodes.get(message.episode)
-            # Without an endpoint, agents fail that are not to blame. They start again when it is replaced.
-            if episode is None or not self._host.has_endpoint:
+            if episode is None:
                 continue
             is_blocked = isinstance(message.outcome, Failure) and message.outcome.kind == "timeout"
             if (message.outcome is None or is_blocked) and not episode.is_late:
