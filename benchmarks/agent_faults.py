@@ -53,7 +53,7 @@ class SlowModel(RandomModel):
 
     def __init__(self) -> None:
         super().__init__(mean_tokens=8)
-        self.begun: set[bytes] = set()
+        self.started: set[bytes] = set()
         self.num_again = 0
         self.is_held = True
         threading.Thread(target=self._serve, daemon=True).start()
@@ -64,8 +64,8 @@ class SlowModel(RandomModel):
         """Take calls."""
         for row, key in enumerate(samples.keys):
             resumes = partial is not None and len(partial[row].ids)
-            self.num_again += key.tobytes() in self.begun and not resumes
-            self.begun.add(key.tobytes())
+            self.num_again += key.tobytes() in self.started and not resumes
+            self.started.add(key.tobytes())
         return super().submit(samples, sampling, partial)
 
     def _serve(self) -> None:
