@@ -1,5 +1,7 @@
 """Agents of other libraries, unchanged, against the endpoint: their tools are called, and no token is encoded anew."""
 
+import asyncio
+import gc
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +17,15 @@ from tests.unit.agents.endpoint.conftest import ScriptedEngine, ids_of, show, wo
 
 # Each library takes some seconds to import, and warns about others.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _loops() -> Iterator[None]:
+    """Close the event loops that libraries leave open, whose warnings would fall on any later test."""
+    yield
+    for loop in [item for item in gc.get_objects() if isinstance(item, asyncio.BaseEventLoop)]:
+        if not loop.is_running():
+            loop.close()
 
 
 @pytest.fixture(scope="module")
