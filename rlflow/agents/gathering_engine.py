@@ -1,8 +1,10 @@
 """Calls that arrive one by one, on an engine that generates a whole batch at a time."""
 
 import threading
+import weakref
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -41,12 +43,15 @@ class GatheringEngine(SessionEngine):
     """
 
     def __init__(self, engine: Any) -> None:
-        """Generate by ``engine``, which has a ``tokenizer`` and a ``seed``, in a thread that ends with the process."""
-        self._engine = engine
+        """Generate by ``engine``, which has a ``tokenizer`` and a ``seed``, as long as others hold it."""
+        self._engine = weakref.ref(engine)
         self.tokenizer, self.seed = engine.tokenizer, engine.seed
-        self._calls: SimpleQueue[tuple[Prompts, Sampling, list[Future[_Generated]]]] = SimpleQueue()
+        self._calls: SimpleQueue[_Calls | None] = SimpleQueue()
         self._num_tokens = 0
-        threading.Thread(target=self._serve, name="gathered calls", daemon=True).start()
+        weakref.finalize(engine, self._calls.put, None)
+        threading.Thread(
+            target=_serve, args=(weakref.ref(self), self._calls), name="gathered calls", daemon=True
+        ).start()
 
     @property
     def capacity(self) -> tuple[int, int]:
@@ -70,24 +75,20 @@ class GatheringEngine(SessionEngine):
         rows = [response.rollouts.take(np.array([response.row])) for response in responses]
         return Rollouts.concatenate(rows)
 
-    def _serve(self) -> None:
-        while True:
-            waiting = [self._calls.get()]
-            try:
-                while True:
-                    waiting.append(self._calls.get(timeout=_GATHER_S))
-            except Empty:
-                pass
-            for sampling in dict.fromkeys(sampling for _, sampling, _ in waiting):
-                calls = [(samples, futures) for samples, other, futures in waiting if other == sampling]
-                samples = Prompts.concatenate([samples for samples, _ in calls])
-                self._generate(samples, sampling, [future for _, futures in calls for future in futures])
+    def generate_calls(self, waiting: "Sequence[_Calls]") -> None:
+        """Generate calls as few batches, and complete their futures."""
+        for sampling in dict.fromkeys(sampling for _, sampling, _ in waiting):
+            calls = [(samples, futures) for samples, other, futures in waiting if other == sampling]
+            samples = Prompts.concatenate([samples for samples, _ in calls])
+            self._generate(samples, sampling, [future for _, futures in calls for future in futures])
 
     def _generate(self, samples: Prompts, sampling: Sampling, futures: "list[Future[_Generated]]") -> None:
         # Whatever the order of arrival, the same calls are the same batch.
         order = np.lexsort(samples.keys.T[::-1])
         try:
-            rollouts = self._engine.generate(samples.take(order), sampling)
+            engine = self._engine()
+            assert engine is not None, "whoever waits for calls holds it"
+            rollouts = engine.generate(samples.take(order), sampling)
         except BaseException as error:  # without an answer, callers would wait forever
             for future in futures:
                 future.set_exception(error)
@@ -95,3 +96,19 @@ class GatheringEngine(SessionEngine):
         self._num_tokens += int(rollouts.response_ids.lengths.max())
         for row, place in enumerate(order.tolist()):
             futures[place].set_result(_Generated(rollouts, row))
+
+
+_Calls = tuple[Prompts, Sampling, "list[Future[_Generated]]"]
+
+
+def _serve(gathering: "weakref.ref[GatheringEngine]", queue: "SimpleQueue[_Calls | None]") -> None:
+    """Generate what is asked for until the engine is gone: the work of a thread, which does not hold it."""
+    while (calls := queue.get()) is not None:
+        waiting = [calls]
+        with suppress(Empty):
+            while (calls := queue.get(timeout=_GATHER_S)) is not None:
+                waiting.append(calls)
+        if (alive := gathering()) is None:
+            return
+        alive.generate_calls(waiting)
+        del alive, waiting, calls
