@@ -1,4 +1,4 @@
-"""The endpoint process, ``python -m rlflow.agents.endpoint FD``: FD is a socket to its engine's process.
+"""The endpoint process, ``python -m rlflow.agents.endpoint FD PARENT``: FD is a socket to its engine's process.
 
 The first frame from the engine has the model. The endpoint answers with its port, or with the reason why it cannot
 start. It ends when the engine's process does.
@@ -30,8 +30,8 @@ _MEMORY_LIMIT = 2 * 2**30
 _MAX_WAITING = 4096
 
 
-async def serve(end: socket.socket) -> None:
-    """Serve requests until the engine's process closes the socket."""
+async def serve(end: socket.socket, parent: int) -> None:
+    """Serve requests until the engine's process closes the socket, or ends; ``parent`` is its number."""
     reader, writer = await asyncio.open_connection(sock=end)
     (model,) = pickle.loads(await reader.readexactly(LENGTH.unpack(await reader.readexactly(LENGTH.size))[0]))
     link, episodes = EngineLink(writer), Episodes()
@@ -60,7 +60,7 @@ async def serve(end: socket.socket) -> None:
             episodes.close(message.episode)
             link.end_calls(message.episode)
 
-    ends = [asyncio.create_task(link.read(reader, receive)), asyncio.create_task(wait_for_end_of(os.getppid()))]
+    ends = [asyncio.create_task(link.read(reader, receive)), asyncio.create_task(wait_for_end_of(parent))]
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
 
 
@@ -73,4 +73,4 @@ async def wait_for_end_of(parent: int) -> None:
 if __name__ == "__main__":
     logging.disable()  # aiohttp and renderers would log what clients send
     with suppress(asyncio.IncompleteReadError, ConnectionError):
-        asyncio.run(serve(socket.socket(fileno=int(sys.argv[1]))))
+        asyncio.run(serve(socket.socket(fileno=int(sys.argv[1])), parent=int(sys.argv[2])))

@@ -51,7 +51,7 @@ class Endpoint:
         """
         ours, theirs = socket.socketpair()
         errors = tempfile.TemporaryFile()  # noqa: SIM115, closed when the process has ended
-        command = [sys.executable, "-m", "rlflow.agents.endpoint", str(theirs.fileno())]
+        command = [sys.executable, "-m", "rlflow.agents.endpoint", str(theirs.fileno()), str(os.getpid())]
         with theirs:
             process = subprocess.Popen(
                 command,
