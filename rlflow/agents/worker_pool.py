@@ -1,7 +1,6 @@
 """The worker processes of an engine's agents, as the engine sees them."""
 
 import os
-import pickle
 import signal
 import socket
 import struct
@@ -13,13 +12,15 @@ from contextlib import suppress
 from typing import Any
 
 from rlflow.agents.base import ModelService
-from rlflow.agents.messages import LENGTH, EpisodeEnded, StartEpisode, StopEpisode, pack
+from rlflow.agents.messages import EpisodeEnded, StartEpisode, StopEpisode, pack, read_messages
 from rlflow.agents.worker import AgentSpec
 from rlflow.errors import EngineError
 from rlflow.rewards.workers import ForkServer
 
 # The time in which a worker takes a message, and ends an episode that is stopped. One that takes longer hangs.
 _PATIENCE_S = 10.0
+# How often a worker is started in the place of one that did not get ready.
+_MAX_STARTS = 3
 
 
 class AgentWorker:
@@ -75,10 +76,9 @@ class AgentWorker:
             self.kill()
 
     def _read(self, receive: "Receive", died: "Died") -> None:
-        with self._answers, suppress(OSError, EOFError, struct.error, pickle.UnpicklingError, ValueError):
+        with self._answers, suppress(EOFError):
             while True:
-                (length,) = LENGTH.unpack(self._answers.read(LENGTH.size))
-                receive(pickle.loads(self._answers.read(length)))
+                receive(read_messages(self._answers))
         self.has_died = True
         end = "the fork server has ended"
         with suppress(EngineError):
@@ -117,8 +117,14 @@ class WorkerPool:
         number = loads.index(min(loads))
         worker = self._workers[number]
         if worker is None or worker.has_died:
-            worker = self._workers[number] = AgentWorker(self._fork_server, service(), self._receive, self._died)
+            worker = self._workers[number] = self._start_worker(service)
         return worker
+
+    def _start_worker(self, service: Callable[[], ModelService]) -> AgentWorker:
+        for _ in range(_MAX_STARTS - 1):
+            with suppress(EngineError):  # it was not ready in time, or was killed before
+                return AgentWorker(self._fork_server, service(), self._receive, self._died)
+        return AgentWorker(self._fork_server, service(), self._receive, self._died)
 
     def forget(self, episode: str) -> None:
         """Take note of an episode's end."""

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from rlflow.batch import Conversations, Packed, Prompts
 from rlflow.batch.segments import unfold
 from rlflow.engines.base import Sampling
 from rlflow.engines.group_progress import GroupProgress
-from rlflow.errors import EnvironmentFailedError, RecipeError
+from rlflow.errors import EngineError, EnvironmentFailedError, RecipeError
+from rlflow.rewards.workers import ForkedWorker, ForkServer
 from tests.unit.agents import agents_of_tests
 
 HERE = agents_of_tests.__name__
@@ -43,6 +45,14 @@ def run(engine: AgentEngine, rows: list[dict[str, Any]]) -> Conversations:
     samples = samples_of(rows)
     futures = engine.submit(samples, SAMPLING)
     return engine.rollouts(samples, [future.result(LIMIT_S) for future in futures], SAMPLING)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Wait until a condition holds."""
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +150,20 @@ def test_an_episode_that_always_fails(tmp_path: Path) -> None:
     assert "the shop is closed" in batch.reasons[0]
 
 
+def test_a_worker_that_does_not_get_ready_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    starts, start = [], ForkServer.start_worker
+
+    def start_late(server: ForkServer) -> ForkedWorker:
+        starts.append(server)
+        if len(starts) < 3:
+            raise EngineError("it was not ready in time")
+        return start(server)
+
+    monkeypatch.setattr(ForkServer, "start_worker", start_late)
+    batch = run(AgentEngine(RandomModel(), options("tokens")), [{"turns": 1}])
+    assert batch.measures[0]["retries"] == 0
+
+
 def test_workers_that_always_die(tmp_path: Path) -> None:
     row = {"number": 0, "failures": 99, "fault": "exit"}
     with pytest.raises(EnvironmentFailedError, match="exit code 3"):
@@ -154,10 +178,7 @@ def test_an_interrupted_episode_continues(moves: bool) -> None:
     engine, samples = AgentEngine(model, chosen), samples_of(rows)
     model.is_held = True
     futures = engine.submit(samples, SAMPLING)
-    deadline = time.monotonic() + LIMIT_S
-    while len(model._held) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for(lambda: len(model._held) == 2)
     engine.abort(futures)
     interrupted = engine.rollouts(samples, [future.result(0) for future in futures], SAMPLING)
     assert (interrupted.unfinished.lengths > 0).all()
@@ -179,10 +200,7 @@ def test_an_endpoint_that_dies_is_replaced() -> None:
     engine, samples = AgentEngine(model, chosen), samples_of(rows)
     model.is_held = True
     futures = engine.submit(samples, SAMPLING)
-    deadline = time.monotonic() + LIMIT_S
-    while len(model._held) < 3:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for(lambda: len(model._held) == 3)
     os.kill(engine._host._endpoint.pid, signal.SIGKILL)
     model.release()
     batch = engine.rollouts(samples, [future.result(LIMIT_S) for future in futures], SAMPLING)
