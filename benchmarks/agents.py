@@ -19,10 +19,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-import rlflow
 from benchmarks import paced_engine as paced
 from benchmarks import service
-from benchmarks.conversations import ENGINES, MAX_TOKENS, TURNS, measure
+from benchmarks.conversations import ENGINES, MAX_TOKENS, TURNS, measure, plan_of
 from benchmarks.reporting import Goal, finish
 from benchmarks.turn_schedule import bound, simulate
 from rlflow.agents.base import Client
@@ -52,32 +51,17 @@ async def call_chat(client: Client, row: Any) -> float:
     return 1.0
 
 
-def plan_of(route: str) -> Plan:
-    figures = (
-        "{model_type: qwen3, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2, num_attention_heads: 2,"
-        " num_key_value_heads: 1, head_dim: 32, vocab_size: 265, max_position_embeddings: 8192}"
-    )
+def plan_of_route(route: str) -> Plan:
     rollouts = (
         f"{{node: agent, role: rollout, group_size: 2, environment: 'benchmarks.agents:call_{route}',"
         f" max_calls: {TURNS}, turn_tokens: {MAX_TOKENS + 1}, max_tokens: 8000, processes: 1}}"
     )
-    recipe = rlflow.load(
-        [
-            "recipe=dr_grpo_tiny",
-            "models.policy={recipe: null, random_weights: true, tokenizer: bytes, dtype: float32}",
-            f"models.policy.architecture={figures}",
-            f"roles.rollout={{engine: vllm, gpus: {ENGINES}, tensor_parallel_size: 1, colocate: []}}",
-            "roles.actor.gpus=2",
-            f"++graph.rollouts={rollouts}",
-            "evaluation=null",
-        ]
-    )
-    return rlflow.compile(recipe, "2x3@cpu")
+    return plan_of(rollouts, "tokenizer: bytes", vocab_size=265)
 
 
 def plans(folder: Path) -> Iterator[Plan]:
     """Yield the plans of all runs."""
-    yield from map(plan_of, EPISODES)
+    yield from map(plan_of_route, EPISODES)
 
 
 def main() -> int:
@@ -87,7 +71,7 @@ def main() -> int:
     parser.add_argument("--episodes", type=int, help="number of episodes")
     arguments = parser.parse_args()
     count = arguments.episodes or EPISODES[arguments.route]
-    seconds, episodes, memory = measure(plan_of(arguments.route), count)
+    seconds, episodes, memory = measure(plan_of_route(arguments.route), count)
     assert episodes.turn_rewards.lengths.tolist() == [TURNS] * count
     assert episodes.finished.all()
     tokens = episodes.turn_lengths.values.reshape(count, TURNS).astype(np.float64)

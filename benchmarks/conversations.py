@@ -127,20 +127,16 @@ def private_mb(pids: Sequence[int]) -> dict[int, float]:
     return found
 
 
-def plan_of() -> Plan:
+def plan_of(rollouts: str, tokenizer: str, vocab_size: int) -> Plan:
+    """Return the plan of a run with these ``rollouts``, on two simulated hosts with two engines each."""
     figures = (
         "{model_type: qwen3, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2, num_attention_heads: 2,"
-        " num_key_value_heads: 1, head_dim: 32, vocab_size: 64, max_position_embeddings: 8192}"
-    )
-    rollouts = (
-        f"{{node: converse, role: rollout, group_size: 2, environment: 'benchmarks.service:Service',"
-        f" options: {{num_turns: {TURNS}}}, max_turns: {TURNS}, turn_tokens: {MAX_TOKENS + 1},"
-        f" max_tokens: {(TURNS + 1) * (MAX_TOKENS + 5)}, processes: {PROCESSES}}}"
+        f" num_key_value_heads: 1, head_dim: 32, vocab_size: {vocab_size}, max_position_embeddings: 8192}}"
     )
     recipe = rlflow.load(
         [
             "recipe=dr_grpo_tiny",
-            "models.policy={recipe: null, random_weights: true, characters: '0123456789+=', dtype: float32}",
+            f"models.policy={{recipe: null, random_weights: true, {tokenizer}, dtype: float32}}",
             f"models.policy.architecture={figures}",
             f"roles.rollout={{engine: vllm, gpus: {ENGINES}, tensor_parallel_size: 1, colocate: []}}",
             "roles.actor.gpus=2",
@@ -151,9 +147,18 @@ def plan_of() -> Plan:
     return rlflow.compile(recipe, "2x3@cpu")
 
 
+def plan_of_conversations() -> Plan:
+    rollouts = (
+        f"{{node: converse, role: rollout, group_size: 2, environment: 'benchmarks.service:Service',"
+        f" options: {{num_turns: {TURNS}}}, max_turns: {TURNS}, turn_tokens: {MAX_TOKENS + 1},"
+        f" max_tokens: {(TURNS + 1) * (MAX_TOKENS + 5)}, processes: {PROCESSES}}}"
+    )
+    return plan_of(rollouts, "characters: '0123456789+='", vocab_size=64)
+
+
 def plans(folder: Path) -> Iterator[Plan]:
     """Yield the plan of all runs."""
-    yield plan_of()
+    yield plan_of_conversations()
 
 
 def prompts(first: int, count: int) -> Prompts:
@@ -191,7 +196,7 @@ def main() -> int:
     parser.add_argument("--conversations", type=int, default=CONVERSATIONS)
     arguments = parser.parse_args()
     count = arguments.conversations
-    seconds, conversations, memory = measure(plan_of(), count)
+    seconds, conversations, memory = measure(plan_of_conversations(), count)
     assert conversations.turn_rewards.lengths.tolist() == [TURNS] * count
     assert conversations.finished.all()
     # Turns and answers alternate, and the last answer is not read.

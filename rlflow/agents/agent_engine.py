@@ -19,14 +19,11 @@ from rlflow.batch import Conversations, Packed, Prompts
 from rlflow.engines.base import Sampling, sample_seed
 from rlflow.engines.group_progress import NO_RESPONSE, PartialResponse
 from rlflow.engines.serving.events import EventThread, Handler
-from rlflow.engines.serving.sessions import SessionEngine
+from rlflow.engines.serving.sessions import WAITING_PER_SEQUENCE, SessionEngine
 from rlflow.environments.exchange import failure_reason
 from rlflow.errors import EngineError, UserError, first_line
 from rlflow.rewards.base import Failure
 
-# Episodes for each sample that the engine can generate at once: those that wait for their agents need room in the cache
-# alone.
-_PER_SEQUENCE = 16
 # The time between two looks at the limits of episodes.
 _TICK_S = 1.0
 # The time in which a worker itself ends an agent that blocks it.
@@ -46,7 +43,7 @@ class AgentEngine(SessionEngine):
         self._episodes: dict[str, Episode] = {}
         """The episodes by the names of their attempts."""
         self._interrupted: dict[bytes, Episode] = {}
-        """Those of them that are interrupted, by their keys."""
+        """The interrupted episodes by their keys."""
         self._calls = EpisodeCalls(
             engine, options, self._episodes, lambda answers: self._host.answer(answers), self._receive_call_end
         )
@@ -69,7 +66,7 @@ class AgentEngine(SessionEngine):
     @property
     def capacity(self) -> tuple[int, int]:
         sequences, tokens = self._engine.capacity
-        return _PER_SEQUENCE * sequences, tokens
+        return WAITING_PER_SEQUENCE * sequences, tokens
 
     @property
     def decode_steps(self) -> int:

@@ -18,7 +18,6 @@ class HttpClient:
     def __init__(self, service: ModelService, episode: StartEpisode, http: aiohttp.ClientSession) -> None:
         """Use the connections of ``http``."""
         self._service, self._http = service, http
-        self._root = service.url
         self._headers = {"Authorization": f"Bearer {episode.token}"}
         self.base_url, self.api_key, self.model = f"{service.url}/v1", episode.token, service.model.name
         self.seed, self.random = episode.seed, Random(episode.seed)
@@ -58,7 +57,9 @@ class HttpClient:
 
     async def set_name(self, name: str) -> None:
         """Have requests with the worker's key and this ``X-Session-ID`` count as this episode's."""
-        async with self._http.put(f"{self._root}/rlflow/name", json={"name": name}, headers=self._headers) as response:
+        async with self._http.put(
+            f"{self._service.url}/rlflow/name", json={"name": name}, headers=self._headers
+        ) as response:
             response.raise_for_status()
 
     def outcome(self, result: Outcome | float, finished: bool = True) -> Outcome:
@@ -72,7 +73,7 @@ class HttpClient:
         )
 
     async def _post(self, path: str, body: Mapping[str, Any]) -> Any:
-        async with self._http.post(self._root + path, json=body, headers=self._headers) as response:
+        async with self._http.post(self._service.url + path, json=body, headers=self._headers) as response:
             answer = await response.json()
         if response.status != 200:
             error = answer.get("error", {})

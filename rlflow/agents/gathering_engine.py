@@ -87,7 +87,7 @@ class GatheringEngine(SessionEngine):
         order = np.lexsort(samples.keys.T[::-1])
         try:
             engine = self._engine()
-            assert engine is not None, "whoever waits for calls holds it"
+            assert engine is not None, "the caller that waits holds it"
             rollouts = engine.generate(samples.take(order), sampling)
         except BaseException as error:  # without an answer, callers would wait forever
             for future in futures:

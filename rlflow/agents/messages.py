@@ -1,19 +1,22 @@
-"""The messages between the processes of agents: an engine's, its endpoint's, and those that harnesses run in.
+"""The messages between the processes of agents: an engine's, its endpoint's, and those that agents run in.
 
 All three run on one host and trust each other. Tokens and logprobs travel between engine and endpoint alone, as bytes.
-The first frame to an endpoint has its ModelSpec, and the first one to a harness worker has its ModelService.
+The first frame to an endpoint has its ModelSpec, and the first one to a worker of agents has its ModelService.
 """
 
 import pickle
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from struct import Struct
-from typing import Any, Literal
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 from rlflow.agents.base import Outcome
 from rlflow.rewards.base import Failure, Row
 
-LENGTH = Struct("<I")
+if TYPE_CHECKING:
+    from asyncio import StreamReader
+
+LENGTH = struct.Struct("<I")
 """A frame is its length in bytes, and a pickled list of messages."""
 
 Refused = Literal["calls", "context", "ended"]
@@ -28,7 +31,7 @@ class OpenEpisode:
     token: str
     """The bearer token of this episode alone."""
     worker_token: str
-    """The bearer token of the harness worker that runs it (``ModelService.key``)."""
+    """The bearer token of the worker of agents that runs it (``ModelService.key``)."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class StartEpisode:
-    """Engine to harness worker: run a harness."""
+    """Engine to worker: run an episode."""
 
     episode: str
     token: str
@@ -109,14 +112,14 @@ class StartEpisode:
 
 @dataclass(frozen=True)
 class StopEpisode:
-    """Engine to harness worker: cancel a harness, whose outcome nobody needs."""
+    """Engine to worker: cancel an episode, whose outcome nobody needs."""
 
     episode: str
 
 
 @dataclass(frozen=True)
 class EpisodeEnded:
-    """Harness worker to engine: the outcome of an episode, or why there is none."""
+    """Worker to engine: the outcome of an episode, or why there is none."""
 
     episode: str
     outcome: Outcome | Failure | None
@@ -127,3 +130,23 @@ def pack(messages: Sequence[Any]) -> bytes:
     """Return messages as a frame."""
     content = pickle.dumps(list(messages), pickle.HIGHEST_PROTOCOL)
     return LENGTH.pack(len(content)) + content
+
+
+def read_messages(file: IO[bytes]) -> list[Any]:
+    """Return the messages of the next frame. Raises EOFError at the end, also if it is in the middle of a frame."""
+    try:
+        (size,) = LENGTH.unpack(file.read(LENGTH.size))
+        messages: list[Any] = pickle.loads(file.read(size))
+    except (OSError, ValueError, struct.error, pickle.UnpicklingError) as error:
+        raise EOFError from error
+    return messages
+
+
+async def receive_messages(reader: "StreamReader") -> list[Any]:
+    """Return the messages of the next frame. Raises EOFError as ``read_messages`` does."""
+    try:
+        (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+        messages: list[Any] = pickle.loads(await reader.readexactly(size))
+    except ConnectionError as error:
+        raise EOFError from error
+    return messages

@@ -5,7 +5,6 @@ The fork server of ``rewards`` starts it, and kills it with all that it started.
 
 import asyncio
 import os
-import pickle
 import socket
 import sys
 import threading
@@ -19,7 +18,7 @@ from typing import Any, ClassVar
 
 from rlflow.agents.base import Agent, LimitReachedError, ModelService, Outcome, WorkerBrokenError
 from rlflow.agents.load import load_agent
-from rlflow.agents.messages import LENGTH, EpisodeEnded, StartEpisode, StopEpisode, pack
+from rlflow.agents.messages import EpisodeEnded, StartEpisode, StopEpisode, pack, receive_messages
 from rlflow.errors import first_line
 from rlflow.rewards.base import MAX_FLOAT32, Failure, LoadedCallable
 
@@ -61,16 +60,16 @@ class _Worker:
         import aiohttp
 
         reader, self._writer = await asyncio.open_connection(sock=end)
-        (self._service,) = await _read(reader)
+        (self._service,) = await receive_messages(reader)
         threading.Thread(target=self._watch, args=(asyncio.get_running_loop(), end), daemon=True).start()
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
         # Replies take as long as they take: the engine knows of slow ones.
         limits = aiohttp.ClientTimeout(total=None, connect=60)
         async with aiohttp.ClientSession(connector=connector, timeout=limits) as self._http:
             failure = await self._open(self._service)
-            with suppress(asyncio.IncompleteReadError):
+            with suppress(EOFError):
                 while True:
-                    for message in await _read(reader):
+                    for message in await receive_messages(reader):
                         if isinstance(message, StartEpisode):
                             self._start(message, failure)
                         elif isinstance(message, StopEpisode) and (task := self._episodes.get(message.episode)):
@@ -106,12 +105,12 @@ class _Worker:
         self._episodes[message.episode] = task
 
     async def _run(self, message: StartEpisode, failure: Failure | None) -> None:
-        outcome: Outcome | Failure = failure or Failure("timeout", "was stopped")
+        outcome: Outcome | Failure = failure or Failure("raised", "was cancelled")
         try:
             if failure is None:
                 outcome = await self._outcome(message)
         except asyncio.CancelledError:
-            pass  # the engine waits for the message that follows
+            pass  # by the engine, which waits for the message that follows, or by the agent itself
         except WorkerBrokenError as error:
             print(f"a worker of agents ends: {error}", file=sys.stderr, flush=True)
             os._exit(1)
@@ -134,9 +133,3 @@ class _Worker:
         if not all(isfinite(number) and abs(number) <= MAX_FLOAT32 for number in numbers):
             return Failure("invalid", f"gave {outcome.reward} as its reward, or such a number with it")
         return outcome
-
-
-async def _read(reader: asyncio.StreamReader) -> list[Any]:
-    (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-    messages: list[Any] = pickle.loads(await reader.readexactly(length))
-    return messages

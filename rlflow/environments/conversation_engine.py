@@ -14,7 +14,7 @@ from rlflow.batch import Conversations, Packed, Prompts
 from rlflow.engines.base import Sampling
 from rlflow.engines.group_progress import NO_RESPONSE, PartialResponse
 from rlflow.engines.serving.events import EventThread, Handler
-from rlflow.engines.serving.sessions import SessionEngine
+from rlflow.engines.serving.sessions import WAITING_PER_SEQUENCE, SessionEngine
 from rlflow.environments.exchange import Answer, Exchange
 from rlflow.environments.transcript import (
     Transcript,
@@ -25,10 +25,6 @@ from rlflow.environments.transcript import (
 )
 from rlflow.errors import EngineError, UserError, first_line
 from rlflow.rewards.base import Row
-
-# Conversations for each sample that the engine can generate at once: those that wait for their environment need room
-# in the cache alone.
-_PER_SEQUENCE = 16
 
 
 @dataclass(eq=False)
@@ -67,7 +63,7 @@ class ConversationEngine(SessionEngine):
     @property
     def capacity(self) -> tuple[int, int]:
         sequences, tokens = self._engine.capacity
-        return _PER_SEQUENCE * sequences, tokens
+        return WAITING_PER_SEQUENCE * sequences, tokens
 
     @property
     def decode_steps(self) -> int:

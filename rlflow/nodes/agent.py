@@ -45,7 +45,8 @@ class AgentEpisodes(AgentOptions, Generate, kind="agent", unit="sample"):
 
     def check(self, connected: frozenset[str]) -> None:
         super().check(connected)
-        check_extra("aiohttp", "node", "an agent")
+        for library in ("aiohttp", "renderers"):
+            check_extra(library, "node", "an agent")
         load_agent(self.environment, self.options)
         if self.turn_tokens >= self.max_tokens:
             fact = f"{self.turn_tokens} is not less than max_tokens, which is {self.max_tokens} with the prompt"

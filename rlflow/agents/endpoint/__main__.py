@@ -7,7 +7,6 @@ start. It ends when the engine's process does.
 import asyncio
 import logging
 import os
-import pickle
 import resource
 import socket
 import sys
@@ -21,7 +20,7 @@ from rlflow.agents.endpoint.episodes import Episodes
 from rlflow.agents.endpoint.link import EngineLink
 from rlflow.agents.endpoint.server import Server
 from rlflow.agents.endpoint.service import Service
-from rlflow.agents.messages import LENGTH, OpenEpisode, Ping, pack
+from rlflow.agents.messages import OpenEpisode, Ping, pack, receive_messages
 from rlflow.errors import EngineError
 
 # Bytes that requests and templates may allocate on top of what the process has when it starts.
@@ -33,7 +32,7 @@ _MAX_WAITING = 4096
 async def serve(end: socket.socket, parent: int) -> None:
     """Serve requests until the engine's process closes the socket, or ends; ``parent`` is its number."""
     reader, writer = await asyncio.open_connection(sock=end)
-    (model,) = pickle.loads(await reader.readexactly(LENGTH.unpack(await reader.readexactly(LENGTH.size))[0]))
+    (model,) = await receive_messages(reader)
     link, episodes = EngineLink(writer), Episodes()
     try:
         service = Service(model, link)
@@ -72,5 +71,5 @@ async def wait_for_end_of(parent: int) -> None:
 
 if __name__ == "__main__":
     logging.disable()  # aiohttp and renderers would log what clients send
-    with suppress(asyncio.IncompleteReadError, ConnectionError):
+    with suppress(EOFError, ConnectionError):
         asyncio.run(serve(socket.socket(fileno=int(sys.argv[1])), parent=int(sys.argv[2])))

@@ -1,13 +1,12 @@
 """The endpoint's end of the socket to its engine's process."""
 
 import asyncio
-import pickle
 from collections.abc import Callable
 from itertools import count
 from typing import Any
 
 from rlflow.agents.endpoint.errors import ApiError
-from rlflow.agents.messages import LENGTH, Call, CancelCall, Count, Refusal, Reply, pack
+from rlflow.agents.messages import Call, CancelCall, Count, Refusal, Reply, pack, receive_messages
 
 _CODES = {"context": "context_length_exceeded", "calls": "rlflow_limit_reached", "ended": "rlflow_limit_reached"}
 
@@ -52,9 +51,8 @@ class EngineLink:
         """Give replies to their calls and all other messages to ``receive``, until the engine's process ends."""
         while True:
             try:
-                size = LENGTH.unpack(await reader.readexactly(LENGTH.size))[0]
-                messages = pickle.loads(await reader.readexactly(size))
-            except (asyncio.IncompleteReadError, ConnectionError):
+                messages = await receive_messages(reader)
+            except EOFError:
                 return
             for message in messages:
                 if not isinstance(message, Reply | Refusal):

@@ -1,7 +1,6 @@
 """The endpoint process, as its engine's process sees it."""
 
 import os
-import pickle
 import select
 import socket
 import subprocess
@@ -12,11 +11,10 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from queue import SimpleQueue
-from typing import IO, Any
+from typing import IO
 
 from rlflow.agents.base import ModelSpec
 from rlflow.agents.messages import (
-    LENGTH,
     Call,
     CancelCall,
     CloseEpisode,
@@ -26,6 +24,7 @@ from rlflow.agents.messages import (
     Refusal,
     Reply,
     pack,
+    read_messages,
 )
 from rlflow.errors import EngineError
 
@@ -73,7 +72,7 @@ class Endpoint:
         ours.settimeout(_START_TIMEOUT_S)
         with suppress(OSError, EOFError):
             ours.sendall(pack([model]))
-            answer = _read(frames)[0]
+            answer = read_messages(frames)[0]
         ours.settimeout(None)
         if isinstance(answer, str):
             self.stop()
@@ -82,11 +81,11 @@ class Endpoint:
         self.url = f"http://127.0.0.1:{answer}"
 
         # The threads do not refer to this object, so that it can end.
-        def read() -> None:
+        def forward() -> None:
             with errors, frames:
                 with suppress(OSError, EOFError):
                     while True:
-                        messages = _read(frames)
+                        messages = read_messages(frames)
                         has_answered.set()
                         receive([message for message in messages if not isinstance(message, Ping)])
                 if not is_stopping.is_set():
@@ -97,7 +96,7 @@ class Endpoint:
                 while (frame := unsent.get()) is not None:
                     ours.sendall(frame)
 
-        threading.Thread(target=read, name="endpoint reader", daemon=True).start()
+        threading.Thread(target=forward, name="endpoint reader", daemon=True).start()
         threading.Thread(target=write, name="endpoint writer", daemon=True).start()
 
     def send(self, messages: Sequence[ToEndpoint]) -> None:
@@ -121,19 +120,6 @@ class Endpoint:
         self._has_answered.clear()
         self.send([Ping()])
         return self._num_silent_checks < 2
-
-
-def _read(frames: IO[bytes]) -> list[Any]:
-    """Return the messages of the next frame. Raises EOFError at the end."""
-    head = frames.read(LENGTH.size)
-    if len(head) < LENGTH.size:
-        raise EOFError
-    content = frames.read(LENGTH.unpack(head)[0])
-    try:
-        messages: list[Any] = pickle.loads(content)
-    except pickle.UnpicklingError as error:  # the process died while it wrote
-        raise EOFError from error
-    return messages
 
 
 def _last_line(errors: IO[bytes]) -> str:

@@ -37,6 +37,10 @@ _REPORT_EACH_S = 2e-3
 # A row number that stands for no row, to wake up a thread that waits for one.
 _NO_ROW = -1
 
+WAITING_PER_SEQUENCE = 16
+"""Samples that may wait for something else than the engine, for each that it can generate at once: they need room in
+its cache alone."""
+
 
 @dataclass(frozen=True)
 class SampleProgress:
