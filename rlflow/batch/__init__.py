@@ -21,6 +21,7 @@ from rlflow.batch.batch import (
     known_mean,
 )
 from rlflow.batch.conversations import Conversations
+from rlflow.batch.images import Image, SharedRows, image_digests, images_of, pack_images
 from rlflow.batch.packed import Packed, Records, Repeated
 from rlflow.batch.rows import MAX_ROWS, Batch
 
@@ -31,6 +32,7 @@ __all__ = [
     "Conversations",
     "Divergences",
     "Examples",
+    "Image",
     "Logprobs",
     "Metrics",
     "Minibatch",
@@ -44,9 +46,13 @@ __all__ = [
     "Rollouts",
     "Selection",
     "Sequences",
+    "SharedRows",
     "TokenAdvantages",
     "ValueEstimates",
     "count_reasons",
     "describe_samples",
+    "image_digests",
+    "images_of",
     "known_mean",
+    "pack_images",
 ]

@@ -35,6 +35,8 @@ class Prompts(Batch):
     """P rows of int32 token ids."""
     rows: Sequence[Mapping[str, Any]]
     """P rows of the data set, which reward functions compare responses with."""
+    images: Packed | None = None
+    """P rows of uint8: the images of each prompt (``images.images_of``). None for a data set without images."""
 
     def repeat(self, group_size: int) -> "Prompts":
         """Return each prompt ``group_size`` times, [B]. Sample numbers in the keys count up from the prompt's own."""
@@ -65,6 +67,8 @@ class Sequences(Batch):
     """B rows of int32: the number of each prompt token's segment, from 0 on. None if each response is one segment."""
     response_segments: Repeated | None = None
     """B rows of int32: the same for response tokens."""
+    images: Packed | None = None
+    """B rows of uint8: the images of each prompt (``images.images_of``). None for a data set without images."""
 
     def as_sequences(self) -> "Sequences":
         """Return the rows without the fields that a subclass adds."""

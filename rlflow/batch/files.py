@@ -61,13 +61,16 @@ def read_fields(file: Path | IO[bytes]) -> dict[str, Any]:
 
 
 def write_rollouts(file: Path | IO[bytes], rollouts: Rollouts, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write rollouts, and of each row of data only the values that an environment has added to the given ``rows``."""
+    """Write rollouts without their images.
+
+    Of each row of data, only the values are written that an environment has added to the given ``rows``.
+    """
     added: list[dict[str, Any]] = [{}] * len(rollouts)
     if rollouts.rows is not rows:
         pairs = zip(rollouts.rows, rows, strict=True)
         added = [{name: value for name, value in row.items() if name not in given} for row, given in pairs]
     kind = type(rollouts).__name__
-    write_fields(file, {**vars(rollouts), "rows": added, "kind": kind})
+    write_fields(file, {**vars(rollouts), "images": None, "rows": added, "kind": kind})
 
 
 def read_rollouts(file: Path | IO[bytes]) -> Rollouts:

@@ -93,6 +93,7 @@ def _take(value: Any, rows: Rows) -> Any:
 
 def _concatenate(values: Sequence[Any]) -> Any:
     first = values[0]
+    assert all((value is None) == (first is None) for value in values), "a column is missing in some parts"
     if isinstance(first, np.ndarray):
         return np.concatenate(values)
     if isinstance(first, Packed):

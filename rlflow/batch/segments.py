@@ -43,7 +43,9 @@ def unfold(sequences: SequencesT) -> SequencesT:
     if prompts is None or responses is None:
         return sequences
     counts = 1 if responses.runs_per_row is None else responses.runs_per_row
-    lengths = responses.run_lengths
+    lengths, images = responses.run_lengths, sequences.images
+    if images is not None:
+        images = images.take(np.repeat(np.arange(len(sequences)), counts))
     unfolded = replace(
         sequences,
         keys=part_keys(np.repeat(sequences.keys, counts, axis=0), responses.run_values.astype(np.int64)),
@@ -51,6 +53,7 @@ def unfold(sequences: SequencesT) -> SequencesT:
         response_ids=sequences.response_ids.regroup(lengths),
         prompt_segments=None,
         response_segments=None,
+        images=images,
     )
     if isinstance(unfolded, Minibatch):
         columns = {name: column.regroup(lengths) for name, column in unfolded.columns.items()}

@@ -76,9 +76,13 @@ class DataSource:
         return self._prompts_at(keys, np.arange(position, position + count))
 
     def copy_locally(self, rollouts: Rollouts) -> Rollouts:
-        """Copy rollouts out of the object store into this object's process."""
+        """Copy rollouts out of the object store into this object's process, which has put their images there."""
         return rollouts.map_packed(
-            lambda column: column if isinstance(column, Repeated) else Packed(column.values, column.offsets)
+            lambda column: (
+                column
+                if column is rollouts.images or isinstance(column, Repeated)
+                else Packed(column.values, column.offsets)
+            )
         )
 
     def texts(self, sequences: Sequences) -> list[tuple[str, str]]:

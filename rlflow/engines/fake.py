@@ -70,6 +70,7 @@ class FakeEngine(ProfiledEngine):
             | np.isin([row[-1] for row in ids], sampling.stop_ids),
             texts=tuple("".join(str(token) for token in row) for row in ids),
             rows=samples.rows,
+            images=samples.images,
         )
 
     def logprobs(self, sequences: Sequences, temperature: float) -> Logprobs:

@@ -112,6 +112,8 @@ class Journal:
             digest = common.copy()
             digest.update(prompts[row].tobytes())
             digest.update(ids[samples.ids.offsets[row] : samples.ids.offsets[row + 1]].tobytes())
+            if samples.images is not None:  # equal ids do not mean equal images
+                digest.update(samples.images[row].tobytes())
             digests.append(digest.digest())
         of_prompts = np.frombuffer(b"".join(digests), np.uint64)
         return np.stack([of_prompts[np.cumsum(is_first) - 1], samples.keys[:, 2].astype(np.uint64)], axis=1)
@@ -182,12 +184,12 @@ def _records(path: Path) -> Iterator[tuple[Names, _Record]]:
 
 
 def _with_prompts(rollouts: Rollouts, samples: Prompts) -> Rollouts:
-    """Return recorded rollouts with the keys, prompts and rows of their samples."""
+    """Return recorded rollouts with the keys, prompts, images and rows of their samples."""
     rows = samples.rows
     if any(rollouts.rows):
         rows = tuple({**row, **added} for row, added in zip(rows, rollouts.rows, strict=True))
     prompts = samples.ids if rollouts.prompt_segments is None else rollouts.prompt_ids
-    return replace(rollouts, keys=samples.keys, prompt_ids=prompts, rows=rows)
+    return replace(rollouts, keys=samples.keys, prompt_ids=prompts, rows=rows, images=samples.images)
 
 
 def open_journal(run: Path, experiment: Mapping[str, Any]) -> None:

@@ -94,6 +94,7 @@ class TransformersEngine(TunableEngine, ProfiledEngine):
             finished=finished,
             texts=tuple(self.tokenizer.batch_decode(responses, skip_special_tokens=True)),
             rows=samples.rows,
+            images=samples.images,
         )
 
     def _check_version(self) -> None:

@@ -154,6 +154,7 @@ class VllmEngine(SessionEngine):
             finished=np.array([output.finish_reason == "stop" for output in outputs], np.bool_),
             texts=tuple(texts),
             rows=samples.rows,
+            images=samples.images,
         )
 
     def take_activity(self) -> list[EngineActivity]:

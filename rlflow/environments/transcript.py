@@ -111,6 +111,7 @@ def build_conversations(samples: Prompts, transcripts: Sequence[Transcript], tem
     return Conversations(
         keys=samples.keys,
         prompt_ids=samples.ids,
+        images=samples.images,
         response_ids=column("ids", np.int32),
         logprobs=column("logprobs", np.float32),
         versions=Repeated.from_packed(column("versions", np.int32)),

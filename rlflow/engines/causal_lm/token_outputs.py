@@ -4,6 +4,7 @@ A language model gives logprobs and entropies, a value model gives values, and a
 Shapes: B rows (sequences), T response tokens of all rows in order, N tokens of the stream.
 """
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -93,7 +94,7 @@ def token_rewards(model: "PreTrainedModel", sequences: Sequences, sharding: "Uly
     # The output at a token is the value before the token after it, so each row gets one more token, never read.
     values = np.insert(response.values, response.offsets[1:], 0)
     longer = Packed(values, response.offsets + np.arange(count + 1))
-    extended = Sequences(keys=sequences.keys, prompt_ids=sequences.prompt_ids, response_ids=longer)
+    extended = replace(sequences.as_sequences(), response_ids=longer)
     after = np.delete(np.arange(len(values)), longer.offsets[:-1])
     return token_values(model, extended, sharding)[to_device(after, model.device)]
 

@@ -188,7 +188,9 @@ def load_rollouts(file: Path, prompts: Prompts) -> Rollouts:
     rollouts, rows = read_rollouts(file), _rows_of(prompts)
     keys = _prompt_keys(rollouts.keys)
     full_rows = tuple(rows[key] | dict(added) for key, added in zip(keys, rollouts.rows, strict=True))
-    return _without_pickles(replace(rollouts, rows=full_rows))
+    places = {key: place for place, key in enumerate(rows)}
+    images = None if prompts.images is None else prompts.images.take(np.array([places[key] for key in keys], np.int64))
+    return _without_pickles(replace(rollouts, rows=full_rows, images=images))
 
 
 def _without_pickles(rollouts: Rollouts) -> Rollouts:

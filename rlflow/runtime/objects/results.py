@@ -6,7 +6,7 @@ from typing import TypeVar, get_args, get_type_hints
 import numpy as np
 from numpy.typing import NDArray
 
-from rlflow.batch import Batch, Packed, Records, Repeated, Rollouts
+from rlflow.batch import Batch, Packed, Records, Repeated, Rollouts, SharedRows
 from rlflow.errors import EngineError
 from rlflow.runtime.objects.store import RowSpans, StoredColumn, put_array
 
@@ -16,16 +16,24 @@ BatchT = TypeVar("BatchT", bound=Batch)
 def put_batch(batch: BatchT) -> BatchT:
     """Put the columns of a batch into the store of this host, each as one object.
 
-    Columns with rows of the same lengths share their spans. Raises EngineError for uneven columns.
+    Columns with rows of the same lengths share their spans. Rows that share an array are put once, and what is in a
+    store already stays there. Raises EngineError for uneven columns.
     """
     _check_even(batch)
     # Nothing is put before all columns are checked.
-    batch = _as_declared(batch).map_packed(lambda column: column if isinstance(column, Repeated) else _plain(column))
+    batch = _as_declared(batch).map_packed(
+        lambda column: column if isinstance(column, Repeated | SharedRows) else _plain(column)
+    )
     known_spans: list[RowSpans] = []
 
     def put(column: Packed) -> Packed:
-        if isinstance(column, StoredColumn | Repeated):
+        if isinstance(column, StoredColumn):
+            return column.with_used_blocks()
+        if isinstance(column, Repeated):
             return column
+        if isinstance(column, SharedRows):
+            distinct, places = column.distinct()
+            return StoredColumn.of(put_array(distinct.values), distinct.lengths).take(places)
         stored = StoredColumn.of(put_array(column.values), column.lengths)
         same = next((spans for spans in known_spans if np.array_equal(spans.length, column.lengths)), None)
         if same is None:

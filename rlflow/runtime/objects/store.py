@@ -200,6 +200,14 @@ class StoredColumn(Packed):
         block[rows], start[rows], length[rows] = self.spans.block, self.spans.start, self.spans.length
         return StoredColumn(self.blocks, RowSpans(block, start, length), self._readers)
 
+    def with_used_blocks(self) -> "StoredColumn":
+        """Return the column with references only to the blocks that its rows lie in, so that the others can go."""
+        used, numbers = np.unique(self.spans.block, return_inverse=True)
+        if not 0 < len(used) < len(self.blocks):
+            return self
+        spans = RowSpans(numbers, self.spans.start, self.spans.length)
+        return StoredColumn([self.blocks[number] for number in used.tolist()], spans)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return StoredColumn, (self.blocks, self.spans)
 

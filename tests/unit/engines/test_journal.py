@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlflow.batch import Conversations, Packed, Prompts, Repeated, Rollouts
+from rlflow.batch import Conversations, Image, Packed, Prompts, Repeated, Rollouts, images_of, pack_images
 from rlflow.compiler.continuation import experiment_of
 from rlflow.engines import transformers
 from rlflow.engines.base import Sampling
@@ -99,6 +99,18 @@ def test_another_response_is_not_found(
     journal_at(tmp_path).add(rollouts_of(), SAMPLES, SAMPLING)
     assert found(journal_at(tmp_path))[0] == [0, 1, 2, 3, 4, 5]
     assert found(journal_at(tmp_path, role, version), changes(SAMPLES), sampling) == ([], None)
+
+
+def test_another_image_under_the_same_text_is_generated_anew(tmp_path: Path) -> None:
+    images = [[Image(b"first", 4, 4)], [], [Image(b"third", 4, 4)]]
+    given = replace(GIVEN, images=pack_images(images))
+    journal_at(tmp_path).add(rollouts_of(given), given.repeat(2), SAMPLING)
+    assert b"third" not in only_file(tmp_path).read_bytes()
+    rows, rollouts = found(journal_at(tmp_path), given.repeat(2))
+    assert rows == [0, 1, 2, 3, 4, 5]
+    assert [images_of(rollouts.images, row) for row in rows] == [tuple(images[row // 2]) for row in rows]
+    other = replace(GIVEN, images=pack_images([*images[:2], [Image(b"THIRD", 4, 4)]]))
+    assert found(journal_at(tmp_path), other.repeat(2))[0] == [0, 1, 2, 3]
 
 
 def test_a_file_that_is_cut_off_loses_only_its_last_record(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlflow.batch import Logprobs, Packed, Repeated, Rewards
+from rlflow.batch import Image, Logprobs, Packed, Prompts, Repeated, Rewards, images_of, pack_images
 from rlflow.errors import EngineError
 from rlflow.runtime.objects import results, store
 from rlflow.runtime.objects.results import put_batch
@@ -208,3 +208,28 @@ def test_a_column_knows_whether_its_values_are_finite(monkeypatch: pytest.Monkey
     restore, arguments = bad.blocks[0].__reduce__()
     assert not restore(*arguments).is_finite
     assert not Packed.concatenate([good, bad]).is_finite
+
+
+def prompts_with_images() -> Prompts:
+    """Return three prompts with 1, 2 and 0 images of 1,000 bytes."""
+    images = [[Image(bytes([number]) * 1000, 4, number) for number in range(count)] for count in (1, 2, 0)]
+    ids = Packed.from_rows([[1]] * 3, np.int32)
+    return Prompts(keys=np.arange(9).reshape(3, 3), ids=ids, rows=({},) * 3, images=pack_images(images))
+
+
+def test_images_are_put_once(objects: dict[int, Any]) -> None:
+    prompts = prompts_with_images()
+    stored = put_batch(prompts.repeat(8)).images
+    assert prompts.images is not None
+    assert stored is not None
+    assert [held.nbytes for held in objects.values() if held.nbytes >= 1000] == [prompts.images.values.nbytes]
+    assert prompts.images.values.nbytes < 1.05 * 3000
+    assert [images_of(stored, row) for row in range(24)] == [images_of(prompts.images, row // 8) for row in range(24)]
+
+
+@pytest.mark.usefixtures("objects")
+def test_results_refer_to_no_block_that_they_do_not_need(written: Any) -> None:
+    columns = [put_batch(prompts_with_images().take(np.zeros(6, np.int64))).images for _ in range(2)]
+    joined = type(written).concatenate([replace(written, images=column) for column in columns])
+    later = put_batch(joined.take(np.arange(6, 12))).images
+    assert later.blocks == columns[1].blocks  # type: ignore[union-attr]
