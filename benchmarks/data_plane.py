@@ -47,7 +47,8 @@ from benchmarks.transfer_queue import QueueWorker, TransferQueue, transfer_queue
 from rlflow.batch import Batch, Packed, Sequences
 from rlflow.compiler.models import models_in_use
 from rlflow.compiler.plan import Plan
-from rlflow.data.source import load_rows, open_training_data
+from rlflow.data.loading import load_rows
+from rlflow.data.source import open_training_data
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.runtime.objects.object_process import ObjectProcess
 from rlflow.runtime.objects.ray_api import import_ray, wait_all

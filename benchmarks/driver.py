@@ -31,7 +31,8 @@ from benchmarks.reporting import Goal, finish
 from benchmarks.traffic import counted
 from rlflow.compiler.models import models_in_use
 from rlflow.compiler.plan import Plan
-from rlflow.data.source import load_rows, open_training_data
+from rlflow.data.loading import load_rows
+from rlflow.data.source import open_training_data
 from rlflow.engines.base import Sampling
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.runtime.generation.engine_state import Capacity

@@ -35,7 +35,8 @@ from benchmarks.reporting import Goal, finish
 from rlflow.batch import Packed, Prompts
 from rlflow.compiler.models import models_in_use
 from rlflow.compiler.plan import Plan
-from rlflow.data.source import load_rows, open_training_data
+from rlflow.data.loading import load_rows
+from rlflow.data.source import open_training_data
 from rlflow.engines.base import EngineSpec, sample_seed
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.engines.serving.settings import engine_arguments, load_config, model_files, set_environment

@@ -26,7 +26,8 @@ from torch import Tensor
 
 import rlflow
 from rlflow.batch import Minibatch, Prompts, Repeated, Rollouts
-from rlflow.data.source import DataSource, load_rows, open_training_data
+from rlflow.data.loading import load_rows
+from rlflow.data.source import DataSource, open_training_data
 from rlflow.engines.base import EngineSpec, Entropy, Follows, Generates, Sampling, Scores, Trains
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.engines.torch import TorchEngine

@@ -7,7 +7,7 @@ from typing import Any
 from rlflow._version import __version__
 from rlflow.compiler.models import trained_model
 from rlflow.compiler.plan import Plan
-from rlflow.data.source import is_local
+from rlflow.data.files import is_local
 from rlflow.engines.base import Head, choose_head
 from rlflow.recipe import Model, Optimizer
 from rlflow.recipe.evaluation import PREFIX

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rlflow.compiler.checks import check_run
 from rlflow.compiler.plan import Plan, write_plan
-from rlflow.data.source import load_held_out, load_rows
+from rlflow.data.loading import load_held_out, load_rows
 from rlflow.engines.journal import open_journal
 from rlflow.engines.registry import engine_kind
 from rlflow.errors import EngineError

@@ -17,7 +17,8 @@ from benchmarks.traffic import counted
 from rlflow.batch import Logprobs, Packed, Sequences
 from rlflow.compiler.models import models_in_use
 from rlflow.compiler.plan import Plan
-from rlflow.data.source import DataSource, load_rows, open_training_data
+from rlflow.data.loading import load_rows
+from rlflow.data.source import DataSource, open_training_data
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.errors import EngineError, PlacementError, RecipeError
 from rlflow.runtime.local import LocalRuntime

@@ -11,7 +11,8 @@ import torch
 import rlflow
 from rlflow.compiler.models import models_in_use
 from rlflow.compiler.plan import Plan
-from rlflow.data.source import load_rows, open_training_data
+from rlflow.data.loading import load_rows
+from rlflow.data.source import open_training_data
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.step import train_step

@@ -16,7 +16,8 @@ import rlflow
 from examples import plain_grpo
 from examples.plain_grpo import Settings, build_engines, exact, open_data, train
 from rlflow.batch import Logprobs, Metrics, Minibatch, Packed, Prompts, Repeated, Rollouts, Sequences
-from rlflow.data.source import load_rows, open_training_data
+from rlflow.data.loading import load_rows
+from rlflow.data.source import open_training_data
 from rlflow.engines.base import Sampling, TokenLoss, sample_seed
 from rlflow.engines.causal_lm.pretrained import load_model, load_tokenizer
 from rlflow.recipe import Model, Optimizer

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from rlflow.compiler.models import models_in_use
-from rlflow.data.source import DataSource, load_rows, open_training_data
+from rlflow.data.loading import load_rows
+from rlflow.data.source import DataSource, open_training_data
 from rlflow.engines.base import sample_seed
 from rlflow.engines.causal_lm.pretrained import load_model, load_tokenizer
 from rlflow.runtime.local import LocalRuntime

@@ -65,7 +65,7 @@ def test_a_plan_that_cannot_be_read_is_named(content: bytes, tmp_path: Path) -> 
 
 def test_data_that_is_no_text_is_named(tmp_path: Path) -> None:
     pytest.importorskip("datasets")
-    from rlflow.data.source import load_rows
+    from rlflow.data.loading import load_rows
 
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"prompt": "a", "answer": "b"}\n{"prompt": "\xff\xfe"}\n')

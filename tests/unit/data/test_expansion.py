@@ -16,7 +16,7 @@ from pyarrow import parquet
 
 from rlflow.data.expansion import check_expansion
 from rlflow.data.files import check_folder
-from rlflow.data.source import load_rows
+from rlflow.data.loading import load_rows
 from rlflow.errors import RecipeError
 from rlflow.recipe import Data
 

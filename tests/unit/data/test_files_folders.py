@@ -12,7 +12,7 @@ import pytest
 from pyarrow import parquet
 
 from rlflow.data.files import check_folder
-from rlflow.data.source import load_rows
+from rlflow.data.loading import load_rows
 from rlflow.errors import RecipeError
 from rlflow.recipe import Data
 

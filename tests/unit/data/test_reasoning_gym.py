@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rlflow.data.source import load_rows
+from rlflow.data.loading import load_rows
 from rlflow.errors import RecipeError
 from rlflow.recipe import Data
 from rlflow.rewards.base import Failure

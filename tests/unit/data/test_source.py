@@ -11,7 +11,8 @@ import pytest
 
 from rlflow.batch import Packed, Repeated, Sequences
 from rlflow.data.arithmetic import additions
-from rlflow.data.source import DataSource, describe_rows, load_rows, open_training_data
+from rlflow.data.loading import describe_rows, load_rows
+from rlflow.data.source import DataSource, open_training_data
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.errors import RecipeError
 from rlflow.recipe import Data
@@ -226,7 +227,7 @@ def test_columns_reach_into_structs(tmp_path: Path) -> None:
 def test_the_digest_of_rows_follows_from_their_values_alone(tmp_path: Path) -> None:
     """Sets have another order in each process, and a long array's text leaves out its middle."""
     program = (
-        "from rlflow.data.source import describe_rows; print(describe_rows([{'a': set('abcdef'), 'b': object()}]))"
+        "from rlflow.data.loading import describe_rows; print(describe_rows([{'a': set('abcdef'), 'b': object()}]))"
     )
     texts = {
         subprocess.run(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import rlflow
-from rlflow.data.source import load_rows
+from rlflow.data.loading import load_rows
 from rlflow.errors import RecipeError
 from tests.conftest import CONFIG_DIR
 

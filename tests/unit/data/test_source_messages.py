@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from rlflow.data.source import DataSource, load_rows, open_training_data
+from rlflow.data.loading import load_rows
+from rlflow.data.source import DataSource, open_training_data
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.errors import RecipeError
 from tests.helpers import MODEL

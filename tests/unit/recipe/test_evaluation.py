@@ -8,7 +8,7 @@ import pytest
 
 import rlflow
 from rlflow.compiler.continuation import experiment_of
-from rlflow.data.source import load_held_out
+from rlflow.data.loading import load_held_out
 from rlflow.errors import UserError
 from rlflow.recipe import Data
 from rlflow.recipe.evaluation import Evaluation, EvaluationSet, pass_at_k, pass_metrics

@@ -10,7 +10,7 @@ import pytest
 
 from rlflow.agents.base import Message, Outcome
 from rlflow.agents.load import load_agent
-from rlflow.data.source import load_rows
+from rlflow.data.loading import load_rows
 from rlflow.errors import RecipeError
 from rlflow.recipe import Data
 from tests.unit.agents.scripted import SERVICE, ScriptedClient, play

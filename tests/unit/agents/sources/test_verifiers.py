@@ -16,7 +16,7 @@ from rlflow.agents.load import load_agent
 from rlflow.agents.messages import Call, Refusal, StartEpisode
 from rlflow.agents.worker import AgentSpec
 from rlflow.agents.worker_pool import WorkerPool
-from rlflow.data.source import load_rows
+from rlflow.data.loading import load_rows
 from rlflow.engines.causal_lm.new_tokenizers import new_tokenizer
 from rlflow.errors import RecipeError
 from rlflow.recipe import Data, Model

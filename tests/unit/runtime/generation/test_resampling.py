@@ -17,7 +17,8 @@ from rlflow.compiler.lower import lower
 from rlflow.compiler.models import models_in_use
 from rlflow.compiler.plan import Plan
 from rlflow.compiler.wire import wire
-from rlflow.data.source import DataSource, load_rows, open_training_data
+from rlflow.data.loading import load_rows
+from rlflow.data.source import DataSource, open_training_data
 from rlflow.engines.base import Sampling, TokenLoss
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.engines.fake import FakeEngine
