@@ -44,7 +44,7 @@ def predict(case: Case, efficiency: Efficiency | None = None) -> Step:
     critic = critic_of(case)
     most = max(1, min(_EPOCH_BATCH // gpus, _EPOCH_BATCH if epoch else _COMPARED_MICRO_BATCH))
     train, each, width = _largest(case, critic, 2 * length, most, whole=epoch)
-    made = padded_generation(
+    seconds = padded_generation(
         model,
         Layout(tensor_parallel_size=width, data_parallel_size=gpus // width, micro_batch_tokens=8192),
         speed,
@@ -70,7 +70,7 @@ def predict(case: Case, efficiency: Efficiency | None = None) -> Step:
 
     small = replace(train, offload="none" if epoch else train.offload)
     parts = {
-        "generation": made.seconds,
+        "generation": sum(seconds),
         "scoring": 2 * score(model) + 2 * score(critic),
         "training": update(model, train),
         "critic": update(critic, small),

@@ -4,7 +4,7 @@ from math import ceil
 
 from rlflow.resources.layout import Layout
 from rlflow.resources.models.architecture import Architecture
-from rlflow.resources.time.decoding import Generation, Requests, decoder_of
+from rlflow.resources.time.decoding import Requests, decoder_of
 from rlflow.resources.time.speed import Speed
 
 
@@ -17,8 +17,8 @@ def padded_generation(
     batch: float,
     layer_s: float | None = None,
     gather_s: float = 0,
-) -> Generation:
-    """Predict batches one after another, each until its longest response ends, as in a library without an engine.
+) -> tuple[float, float]:
+    """Predict the seconds of reading prompts, and of batches one after another, each until its longest response ends.
 
     A layer takes at least ``layer_s``, the launch of its kernels, by default as in training. Every step copies the KV
     cache to make room for one more token: read, written, and read (transformers, DynamicCache). Sharded weights are
@@ -32,5 +32,4 @@ def padded_generation(
     moved = decoder.seconds(batch, context) + 2 * batch * decoder.key_seconds(context)
     step = max(moved, launch + speed.efficiency.decode_step_s, gather_s)
     prefill = decoder.prefill(speed, sequences * prompt, prompt)
-    seconds = ceil(sequences / batch) * responses.longest_of(batch) * step
-    return Generation(seconds + prefill, prefill, batch, batch / step)
+    return prefill, ceil(sequences / batch) * responses.longest_of(batch) * step

@@ -175,14 +175,14 @@ def _generates(case: Case, batch: Batch, speed: Speed) -> dict[str, float]:
     engines = layout.data_parallel_size
     each = batch.samples / engines
     if re.fullmatch(r"hf|huggingface|transformers|deepspeed|ds.*", row.rollout_engine.lower()):
-        made = padded_generation(
+        seconds = padded_generation(
             case.model,
             layout,
             speed,
             Requests(sequences=each, prompts=batch.prompts, responses=batch.responses),
             batch=row.micro_batch_per_gpu or 8,
         )
-        return {"generation": made.seconds}
+        return {"generation": sum(seconds)}
     ahead = 1 if case.colocated else max(1, _steps_ahead(row))
     weight_bytes = case.habits.engine_bytes
     engine = generate_memory(case.model, layout, case.memory_gib, weight_bytes=weight_bytes)
@@ -211,7 +211,7 @@ def _generates(case: Case, batch: Batch, speed: Speed) -> dict[str, float]:
     )
     if ahead > 1:
         # New samples replace finished ones, so there is no tail.
-        rate = engines * made.engine_tokens_per_second
+        rate = engines * made.concurrency / made.token_seconds
         prefill = made.prefill_seconds / ahead
         return {"generation": batch.samples * batch.responses.mean / rate + prefill, "sync": synced}
     return {"generation": made.seconds, "sync": synced}

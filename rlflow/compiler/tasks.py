@@ -8,9 +8,11 @@ from rlflow.batch import Pairs, Sequences
 from rlflow.compiler.graph import SOURCES, Graph, accuracy_node, evaluation_nodes, resampled_nodes
 from rlflow.compiler.models import model_architecture
 from rlflow.engines.registry import engine_kind
+from rlflow.errors import RecipeError
 from rlflow.nodes.base import GraphNode
 from rlflow.recipe import Recipe
 from rlflow.resources.time.lengths import Lengths, lengths_from
+from rlflow.resources.time.turns import ONE_TURN, TurnProfile
 from rlflow.resources.workload import Task, TaskKind
 
 # The kind of task for each capability; the first match counts.
@@ -102,8 +104,8 @@ def _from_data(recipe: Recipe, node: GraphNode, kind: TaskKind) -> Task:
     else:
         architecture = model_architecture(recipe.models[recipe.roles[node.role].model]) if node.role else None
         group_size, longest = unit_size, max(1, architecture.max_position_embeddings - limit if architecture else limit)
-    responses = _lengths(expect.response_tokens, longest, "expect.response_tokens")
-    limit_turns = node.operation.num_turns
+    limit_of_segments = longest * ceil(expect.segments)
+    responses = _lengths(expect.response_tokens, limit_of_segments, "expect.response_tokens")
     expected = kind == "generate" or expect.response_tokens != "auto"
     if kind != "generate" and expected:
         longest = int(responses.longest)
@@ -118,9 +120,24 @@ def _from_data(recipe: Recipe, node: GraphNode, kind: TaskKind) -> Task:
         longest=unit_size * (limit + longest),
         unit_size=unit_size,
         is_expected=expected,
-        turns=limit_turns if expect.turns == "auto" else ceil(min(expect.turns, limit_turns)),
-        wait_s=expect.wait_s if limit_turns > 1 else 0.0,
+        turns=_turns(recipe, node, responses) if node.operation.num_turns > 1 else ONE_TURN,
     )
+
+
+def _turns(recipe: Recipe, node: GraphNode, responses: Lengths) -> TurnProfile:
+    """Return the turns of these responses. Raises RecipeError if nothing is left to generate."""
+    expect, limit = recipe.expect, node.operation.num_turns
+    turns = TurnProfile(
+        count=limit if expect.turns == "auto" else min(expect.turns, limit),
+        wait_s=expect.wait_s,
+        observation_tokens=expect.observation_tokens,
+        segments=expect.segments,
+        cpu_s=node.operation.turn_cpu_s,
+    )
+    if turns.generated_tokens(responses) < turns.count:
+        fact = f"{turns.count:g} turns leave no tokens to generate in responses of {responses.mean:.0f} tokens"
+        raise RecipeError("expect.observation_tokens", fact, fix="a smaller number, or longer expect.response_tokens")
+    return turns
 
 
 def _lengths(expected: float | tuple[float, ...] | str, limit: int, path: str) -> Lengths:

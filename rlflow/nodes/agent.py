@@ -39,6 +39,11 @@ class AgentEpisodes(AgentOptions, Generate, kind="agent", unit="sample"):
         return self.max_calls
 
     @property
+    def turn_cpu_s(self) -> float:
+        """Return the CPU time of a call: the endpoint's and the agent's."""
+        return load_agent(self.environment, self.options).call_cpu_s
+
+    @property
     def gives_rewards(self) -> bool:
         """Return whether the agent gives rewards."""
         return load_agent(self.environment, self.options).gives_rewards

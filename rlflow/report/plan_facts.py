@@ -53,6 +53,8 @@ def _answers(plan: Plan) -> Iterator[tuple[str, str]]:
             yield "speed", f"{node}: MFU {time.mfu:.0%}"
         if time.token_seconds is not None:
             yield "speed", f"{node}: {1000 * time.token_seconds:.3g} ms for each token of a response"
+        if time.cpu_cores is not None:
+            yield "speed", f"{node}: agents keep up to {max(time.cpu_cores.values()):.2g} CPU cores of a host busy"
     problem = Problem(plan.recipe, plan.graph, plan.cluster, plan.calibration)
     if plan.prediction.verdict is Verdict.FITS:
         for index, size in enumerate(largest_sizes(problem)):

@@ -69,6 +69,8 @@ class Host(Section):
     """No role may use this host."""
     memory_gib: _Size | None = None
     """The host's memory, for offloaded and sleeping roles; null: unknown, and assumed to equal that of its GPUs."""
+    cpus: Count | None = None
+    """The number of its CPU cores, with which plans compare what agents need; null: unknown."""
     labels: tuple[str, ...] = ()
     """Labels that a role may ask for."""
 

@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from annotated_types import Ge, Le
 
 from rlflow.resources.time.lengths import Lengths
+from rlflow.resources.time.turns import ONE_TURN, TurnProfile
 from rlflow.schema import Section
 
 TaskKind = Literal["generate", "score", "update", "host"]
@@ -43,40 +44,23 @@ class Task:
     """Optimizer steps, over all epochs."""
     epochs: int = 1
     """How often each sample is trained on."""
-    turns: int = 1
-    """Turns in which a response is generated."""
-    wait_s: float = 0.0
-    """The seconds that a sample waits after each turn."""
+    turns: TurnProfile = ONE_TURN
 
     @cached_property
     def tokens(self) -> float:
         """Return the expected tokens of all samples."""
-        return self.samples * (self.prompts.mean + self.responses.mean)
+        return self.samples * (self.turns.segments * self.prompts.mean + self.responses.mean)
 
     @cached_property
     def computed_share(self) -> float:
         """Return the share of its tokens that a pass computes: rows of a prompt share its tokens."""
-        return self.samples * (self.prompts.mean / self.group_size + self.responses.mean) / self.tokens
-
-    @cached_property
-    def turn_lengths(self) -> tuple[tuple[Lengths, Lengths], ...]:
-        """Return the lengths of context and new tokens in each turn.
-
-        All turns generate equal shares of the response.
-        """
-        if self.turns == 1:
-            return ((self.prompts, self.responses),)
-        share = self.responses.mean / self.turns
-        new_tokens = Lengths(tuple(max(1.0, length / self.turns) for length in self.responses.values))
-        return tuple(
-            (Lengths(tuple(length + turn * share for length in self.prompts.values)), new_tokens)
-            for turn in range(self.turns)
-        )
+        shared = self.samples * self.prompts.mean * (1 - 1 / self.group_size)
+        return 1 - shared / self.tokens
 
     @cached_property
     def typical_length(self) -> float:
         """Return the mean over tokens of the length of the sequence that a token is in."""
-        lengths = [self.prompts.mean + length for length in self.responses.values]
+        lengths = [self.prompts.mean + length / self.turns.segments for length in self.responses.values]
         return sum(length * length for length in lengths) / sum(lengths)
 
 

@@ -6,7 +6,7 @@ from rlflow.compiler.graph import SOURCES, Graph, resampled_nodes
 from rlflow.engines.registry import engine_kind
 from rlflow.errors import GraphError, RecipeError
 from rlflow.nodes.base import GraphNode
-from rlflow.recipe import Recipe
+from rlflow.recipe import Expect, Recipe
 
 
 def check_resampling(recipe: Recipe, graph: Graph) -> None:
@@ -37,12 +37,17 @@ def check_turns(recipe: Recipe, graph: Graph) -> None:
     """Check that turns are expected only where there are some. Raises RecipeError."""
     expect = recipe.expect
     longest = max((node.operation.num_turns for node in graph.nodes), default=1)
-    for name, is_set in (("turns", expect.turns != "auto"), ("wait_s", expect.wait_s > 0)):
-        if is_set and longest == 1:
+    for name in ("turns", "wait_s", "observation_tokens", "segments"):
+        if longest == 1 and getattr(expect, name) != getattr(Expect, name):
             raise RecipeError(f"expect.{name}", "no node generates in several turns", fix="leave it out")
-    if expect.turns != "auto" and expect.turns > longest:
-        fact = f"{expect.turns:g} is more than the {longest} turns that the graph allows"
-        raise RecipeError("expect.turns", fact, fix=f"expect.turns={longest}, or a larger limit in the graph")
+    expected = longest if expect.turns == "auto" else expect.turns
+    for name, number, limit, whose in (
+        ("turns", expected, longest, "that the graph allows"),
+        ("segments", expect.segments, expected, "of a response"),
+    ):
+        if number > limit:
+            fact = f"{number:g} is more than the {limit:g} turns {whose}"
+            raise RecipeError(f"expect.{name}", fact, fix=f"expect.{name}={limit:g}, or a larger limit in the graph")
 
 
 def check_overlap(recipe: Recipe, graph: Graph) -> None:

@@ -3,6 +3,7 @@
 Nodes have the figures by which speeds are compared: MFU and time per output token.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ from rlflow.resources.demand import Demand
 from rlflow.resources.models.lora import adapter_parameters
 from rlflow.resources.planner.candidate import SearchResult
 from rlflow.resources.planner.inputs import PlannerInputs
-from rlflow.resources.planner.prediction.task_times import generations, host_task_seconds, task_seconds
+from rlflow.resources.planner.prediction.task_times import host_task_seconds, task_generation, task_seconds
 from rlflow.resources.time.work import forward_work, training_passes
 from rlflow.resources.workload import Task
 
@@ -34,6 +35,8 @@ class NodeTime:
     recomputation, as a share of what its GPUs do at their peak."""
     token_seconds: float | None = None
     """The time between two tokens of a response while an engine generates as many responses as it can at once."""
+    cpu_cores: Mapping[str, float] | None = None
+    """The CPU cores that the agents of a node keep busy on each host, besides engines."""
 
 
 def node_times(inputs: PlannerInputs, result: SearchResult) -> Mapping[str, NodeTime]:
@@ -49,6 +52,7 @@ def node_times(inputs: PlannerInputs, result: SearchResult) -> Mapping[str, Node
             critical=span.node in schedule.critical_path,
             mfu=_mfu(inputs, result, task, span.seconds) if task and task.kind == "update" else None,
             token_seconds=_token_seconds(inputs, result, task) if task and task.kind == "generate" else None,
+            cpu_cores=_cpu_cores(result, task, span.seconds) if task and task.turns.cpu_s and span.seconds else None,
         )
     return times
 
@@ -71,8 +75,16 @@ def _token_seconds(inputs: PlannerInputs, result: SearchResult, task: Task) -> f
     if demand.architecture is None:
         return None
     speed = inputs.host_set([role]).speed.of_engine(demand.engine)
-    first = generations(demand, task, choice.layout, speed, choice.kv_tokens)[0]
-    return first.concurrency / first.engine_tokens_per_second
+    return task_generation(demand, task, choice.layout, speed, choice.kv_tokens).token_seconds
+
+
+def _cpu_cores(result: SearchResult, task: Task, seconds: float) -> Mapping[str, float] | None:
+    """Return the cores by host, each with its share of a generating role; None for other tasks."""
+    if task.kind != "generate":
+        return None
+    bundles = Counter(bundle.host for bundle in result.roles[str(task.role)].bundles)
+    cores = task.samples * task.turns.count * task.turns.cpu_s / seconds
+    return {host: cores * count / bundles.total() for host, count in sorted(bundles.items())}
 
 
 def evaluation_seconds(inputs: PlannerInputs, result: SearchResult) -> float:

@@ -27,15 +27,15 @@ class Decoding:
 
     samples: int
     slots: float
-    """Samples that are generated at the same time, at most."""
+    """Samples that are generated at the same time, or wait for their agents meanwhile, at most."""
     lengths: Sequence[float]
-    """Equally likely lengths of responses in tokens."""
+    """Equally likely lengths of responses in decoding steps, with those that pass in waits."""
     token_seconds: Callable[[float], float]
     """The time of a decoding step, by the number of running samples."""
     prefill: float
     """Seconds to read the prompts of a step."""
     prefill_token: float
-    """Seconds to read one token of a partial rollout again."""
+    """Seconds to read the tokens of one decoding step of a partial rollout again."""
     judging: float = 0.0
     """Seconds from the last response of a step until its samples are judged."""
 

@@ -121,10 +121,10 @@ def _decoding(candidate: Candidate, inputs: PlannerInputs, task: Task, ahead: Ah
         return Decoding(
             samples=task.samples,
             slots=profile.slots,
-            lengths=task.responses.values,
-            token_seconds=lambda active: scale * profile.token_seconds(active),
+            lengths=profile.steps.values,
+            token_seconds=lambda active: scale * profile.step_seconds(active),
             prefill=scale * profile.prefill,
-            prefill_token=scale * profile.prefill_token,
+            prefill_token=scale * profile.prefill_step,
             judging=max(spans[node].end for node in ahead.nodes) - spans[task.node].end,
         )
 

@@ -131,6 +131,7 @@ def predict(inputs: PlannerInputs, result: SearchResult) -> Prediction:
     memory = {role: role_memory(inputs, result, role) for role in result.roles}
     headroom, fullest = find_headroom(inputs, memory)
     host_gib = memory_of_hosts(result.roles, {role: of_role.host_gib for role, of_role in memory.items()})
+    nodes = node_times(inputs, result)
     safe = Verdict.FITS if candidate.margin is Margin.SAFE else Verdict.TIGHT
     return Prediction(
         verdict=None if headroom is None else safe,
@@ -142,7 +143,7 @@ def predict(inputs: PlannerInputs, result: SearchResult) -> Prediction:
         tokens_per_second_per_gpu=inputs.workload.generated_tokens / step / gpus if step else 0.0,
         num_gpus=gpus,
         memory=memory,
-        nodes=node_times(inputs, result),
+        nodes=nodes,
         pools=tuple(
             PoolTime(
                 roles=roles,
@@ -157,7 +158,7 @@ def predict(inputs: PlannerInputs, result: SearchResult) -> Prediction:
         data=predict_data(inputs.workload, result.roles, inputs.cluster.hosts[0].name),
         reasons=_reasons(candidate, overlap),
         limits=length_limits(inputs, candidate),
-        warnings=plan_warnings(inputs, result),
+        warnings=plan_warnings(inputs, result, nodes),
         alternatives=find_alternatives(inputs, result, step),
         processes=predict_processes(inputs, result.roles, {role: of_role.phases for role, of_role in memory.items()}),
         calibration=calibration_figures(inputs.calibration),

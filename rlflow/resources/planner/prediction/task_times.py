@@ -10,7 +10,8 @@ from rlflow.resources.memory.state import Terms
 from rlflow.resources.models.architecture import Architecture
 from rlflow.resources.models.lora import adapter_parameters, adapter_tensors
 from rlflow.resources.planner.pools import Pool, RoleChoice
-from rlflow.resources.time.decoding import Generation, Requests, decoder_of, generation
+from rlflow.resources.time.decoding import Generation, Requests, generation
+from rlflow.resources.time.lengths import Lengths
 from rlflow.resources.time.passes import (
     MIN_COMPILED_WIDTH,
     SYNC_TENSOR_S,
@@ -80,25 +81,13 @@ def _work_seconds(demand: Demand, task: Task, layout: Layout, speed: Speed, kv_t
     model = demand.architecture
     assert model is not None
     if task.kind == "generate":
-        turns = generations(demand, task, layout, speed, kv_tokens)
-        return with_waits(task, turns, task.samples / layout.data_parallel_size)
+        return task_generation(demand, task, layout, speed, kv_tokens).seconds
     epochs, minibatches = (task.epochs, task.minibatches) if task.kind == "update" else (1, 1)
     batch = PassBatch(
         tokens=task.tokens * epochs, length=task.typical_length, computed=task.computed_share, minibatches=minibatches
     )
     predict = training if task.kind == "update" else scoring
     return predict(model, layout, speed, batch, engine_kernels(demand, layout, speed)).seconds
-
-
-def with_waits(task: Task, turns: Sequence[Generation], sequences: float) -> float:
-    """Return the seconds of the ``turns`` of an engine's ``sequences``, which wait after each.
-
-    Those that wait need no place among the running ones. While there are more sequences than places, others run
-    meanwhile, and waiting takes no time. The last ones, as many as there are places, run and wait in alternation.
-    """
-    busy = sum(turn.seconds for turn in turns)
-    share = min(1.0, turns[0].concurrency / sequences)
-    return max(busy, busy * share + task.turns * task.wait_s)
 
 
 def engine_kernels(demand: Demand, layout: Layout, speed: Speed) -> Kernels:
@@ -129,35 +118,31 @@ def _logit_bytes(model: Architecture, base: float, per_value: float) -> float:
     return base + per_value * model.hidden_size
 
 
-def generations(demand: Demand, task: Task, layout: Layout, speed: Speed, kv_tokens: float) -> tuple[Generation, ...]:
-    """Return the generation of one engine in each turn. ``kv_tokens`` is the KV cache of one engine."""
-    model = demand.architecture
+def task_generation(demand: Demand, task: Task, layout: Layout, speed: Speed, kv_tokens: float) -> Generation:
+    """Return the generation of one engine, whose KV cache has ``kv_tokens``."""
+    model, workers, serves = demand.architecture, layout.data_parallel_size, "tensor" in demand.parallel
     assert model is not None
-    workers = layout.data_parallel_size
     # Serving engines get samples as they have room, so all end together; the samples of a prompt go to several engines,
     # and each of these reads the prompt. Other engines get whole groups from the start.
-    shared = "tensor" in demand.parallel
     groups = task.samples / task.group_size
-    sequences = task.samples / workers if shared else ceil(groups / workers) * task.group_size
-    group_size = max(1.0, task.group_size / workers) if shared else task.group_size
-    return tuple(
-        generation(
-            model,
-            layout,
-            speed,
-            Requests(
-                sequences=min(task.samples, sequences),
-                # After the first turn, contexts differ within a group, and all of them are read again.
-                group_size=group_size if turn == 0 else 1,
-                prompts=prompts,
-                responses=responses,
-                engines=workers,
-            ),
-            kv_tokens=kv_tokens,
-            max_num_seqs=DEFAULT_NUM_SEQS if speed.is_cpu else MAX_NUM_SEQS,
-            weight_bytes=demand.weight_bytes,
-        )
-        for turn, (prompts, responses) in enumerate(task.turn_lengths)
+    sequences = task.samples / workers if serves else ceil(groups / workers) * task.group_size
+    requests = Requests(
+        sequences=min(task.samples, sequences),
+        group_size=max(1.0, task.group_size / workers) if serves else task.group_size,
+        prompts=task.prompts,
+        responses=task.responses,
+        engines=workers,
+        turns=task.turns,
+        caches=serves,
+    )
+    return generation(
+        model,
+        layout,
+        speed,
+        requests,
+        kv_tokens=kv_tokens,
+        max_num_seqs=DEFAULT_NUM_SEQS if speed.is_cpu else MAX_NUM_SEQS,
+        weight_bytes=demand.weight_bytes,
     )
 
 
@@ -166,29 +151,28 @@ class DecodeProfile:
     """The speed of all engines of a role together."""
 
     slots: float
-    """Samples that they generate at the same time."""
-    token_seconds: Callable[[float], float]
-    """The time of a decoding step, by the number of running samples."""
+    """Samples that they generate at the same time, or that wait for their agents meanwhile."""
+    steps: Lengths
+    """The lengths of responses in decoding steps, with those that pass in waits."""
+    step_seconds: Callable[[float], float]
+    """The time of such a step, by the number of running samples."""
     prefill: float
     """The time to read all prompts of a step."""
-    prefill_token: float
-    """The time to read one more token."""
+    prefill_step: float
+    """The time to read the tokens of one more decoding step."""
 
 
 def decode_profile(demand: Demand, task: Task, layout: Layout, speed: Speed, kv_tokens: float) -> DecodeProfile:
     """Return the speed at which a task is generated, apart from the lengths of its responses."""
-    model, workers = demand.architecture, layout.data_parallel_size
-    assert model is not None
-    first = generations(demand, task, layout, speed, kv_tokens)[0]
-    tensor, stages, eager = layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.eager is True
-    decoder = decoder_of(model, tensor, stages, speed, demand.weight_bytes, eager)
-    context = task.prompts.mean + task.responses.residual
-    prompt_tokens = task.samples / task.group_size * task.prompts.mean
+    workers, made = layout.data_parallel_size, task_generation(demand, task, layout, speed, kv_tokens)
+    pace, prompt_tokens = made.pace, task.samples / task.group_size * task.prompts.mean
+    token_s = pace.decoder.prefill(speed, prompt_tokens, task.prompts.mean) / prompt_tokens / workers
     return DecodeProfile(
-        slots=first.concurrency * workers,
-        token_seconds=lambda active: decoder.seconds(max(1.0, active / workers), context),
-        prefill=first.prefill_seconds,
-        prefill_token=decoder.prefill(speed, prompt_tokens, task.prompts.mean) / prompt_tokens / workers,
+        slots=made.concurrency * workers,
+        steps=pace.steps,
+        step_seconds=lambda live: pace.seconds(max(1.0, live / workers), made.context),
+        prefill=made.prefill_seconds,
+        prefill_step=token_s * task.responses.mean / pace.steps.mean,
     )
 
 

@@ -1,24 +1,33 @@
 """Warnings about a plan: what keeps GPUs idle, what waits, and what crosses hosts."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from rlflow.resources.layout import Layout
 from rlflow.resources.planner.candidate import SearchResult
 from rlflow.resources.planner.inputs import PlannerInputs
+from rlflow.resources.planner.prediction.node_times import NodeTime
 
 # A pool that is idle for a larger share of the step gets a warning.
 _MUCH_IDLE = 0.7
 
 
-def plan_warnings(inputs: PlannerInputs, result: SearchResult) -> tuple[str, ...]:
+def plan_warnings(inputs: PlannerInputs, result: SearchResult, nodes: Mapping[str, NodeTime]) -> tuple[str, ...]:
     """Return one line for each warning about the plan."""
     lines: list[str] = []
     for role in result.candidate.choices:
         lines += _role_warnings(inputs, result, role)
     for index in range(len(result.candidate.partition)):
         lines += _pool_warnings(inputs, result, index)
-    return (*dict.fromkeys(lines), *_cluster_warnings(inputs, result))
+    return (*dict.fromkeys(lines), *_cpu_warnings(inputs, nodes), *_cluster_warnings(inputs, result))
+
+
+def _cpu_warnings(inputs: PlannerInputs, nodes: Mapping[str, NodeTime]) -> Iterator[str]:
+    cpus = {host.name: host.cpus for host in inputs.cluster.hosts}
+    for node, time in nodes.items():
+        for host, cores in (time.cpu_cores or {}).items():
+            if (there := cpus[host]) is not None and cores > there:
+                yield f"{node}: agents need {cores:.0f} CPU cores on {host}, which has {there}; steps take longer"
 
 
 def _role_warnings(inputs: PlannerInputs, result: SearchResult, role: str) -> Iterator[str]:
