@@ -132,7 +132,7 @@ def _turns(recipe: Recipe, node: GraphNode, responses: Lengths) -> TurnProfile:
         wait_s=expect.wait_s,
         observation_tokens=expect.observation_tokens,
         segments=expect.segments,
-        cpu_s=node.operation.turn_cpu_s,
+        cpu_s=getattr(node.operation, "turn_cpu_s", 0.0),
     )
     if turns.generated_tokens(responses) < turns.count:
         fact = f"{turns.count:g} turns leave no tokens to generate in responses of {responses.mean:.0f} tokens"

@@ -40,7 +40,7 @@ class AgentEpisodes(AgentOptions, Generate, kind="agent", unit="sample"):
 
     @property
     def turn_cpu_s(self) -> float:
-        """Return the CPU time of a call: the endpoint's and the agent's."""
+        """Return the CPU time that plans count for each call: the endpoint's and the agent's."""
         return load_agent(self.environment, self.options).call_cpu_s
 
     @property

@@ -198,11 +198,6 @@ class Node(Section):
         return 1
 
     @property
-    def turn_cpu_s(self) -> float:
-        """Return the CPU time that each turn takes on the engine's host, besides the engine's."""
-        return 0.0
-
-    @property
     def can_stream(self) -> bool:
         """Return whether consumers may start with single responses, because the engine's output is the node's own."""
         return False
