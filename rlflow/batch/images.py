@@ -7,15 +7,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
+from io import BytesIO
 from struct import Struct
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlflow.batch.packed import Packed, Rows, offsets_of
+from rlflow.errors import EngineError, first_line
+
+if TYPE_CHECKING:
+    from PIL.Image import Image as Picture
 
 Bytes = NDArray[np.uint8]
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+"""The formats of images, by their names in pillow. Of an animation, the first picture counts."""
 
 # The bytes of an image, its width and its height.
 _HEADER = Struct("<III")
@@ -34,6 +42,21 @@ class Image:
     def digest(self) -> str:
         """Return what tells the image from any other."""
         return blake2b(self.encoded, digest_size=_DIGEST_BYTES).hexdigest()
+
+    def picture(self) -> "Picture":
+        """Decode the image, upright and in RGB. Raises EngineError for bytes that are damaged."""
+        import PIL.Image
+        import PIL.ImageOps
+
+        try:
+            with PIL.Image.open(BytesIO(self.encoded), formats=FORMATS) as opened:
+                upright = PIL.ImageOps.exif_transpose(opened) if "exif" in opened.info else opened
+                picture = upright.convert("RGB")
+        except Exception as error:  # pillow raises errors of many kinds
+            raise EngineError(f"the image {self.digest} cannot be decoded ({first_line(error)}).") from error
+        if picture.size != (self.width, self.height):
+            raise EngineError(f"the image {self.digest} has {picture.size} pixels, not {(self.width, self.height)}.")
+        return picture
 
 
 class SharedRows(Packed):

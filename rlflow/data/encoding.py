@@ -4,8 +4,8 @@ Shapes: P prompts.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -13,14 +13,19 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from rlflow.batch import Packed, Pairs
+from rlflow.batch import Packed
 from rlflow.data.chat_template import TemplateError, render_all
-from rlflow.data.messages import is_conversation, response_text, with_instructions
-from rlflow.errors import RecipeError, did_you_mean, first_line
+from rlflow.data.image_prompts import ImagePrompts, Images, check_truncation
+from rlflow.data.images import IMAGES
+from rlflow.data.messages import Message, describe_content, is_conversation, response_text, with_instructions
+from rlflow.data.mistakes import Rows, missing_column_error, row_error
+from rlflow.errors import RecipeError, first_line
 from rlflow.recipe import Data
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from rlflow.engines.vision.base import VisionFamily
 
 
 _MAX_CHARACTERS = 2**23
@@ -28,7 +33,6 @@ _MAX_CHARACTERS = 2**23
 
 _MESSAGES_AS_TEXT = re.compile(r"\s*\[\s*\{\s*['\"](role|content|from|value)['\"]\s*:")
 
-Rows = Sequence[Mapping[str, Any]]
 Split = Literal["split", "eval_split"]
 T = TypeVar("T")
 
@@ -41,7 +45,22 @@ class Encoded:
     prompt_ids: Packed
     responses: tuple[Packed, ...]
     """One for each requested column."""
+    images: tuple[Images, ...] | None = None
+    """[P]: the images of each prompt; None if no row has any."""
     warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A description of the model that reads the prompts, besides its tokenizer."""
+
+    num_embeddings: int | None = None
+    """The number of tokens that it has embeddings for."""
+    load_vision: "Callable[[], VisionFamily] | None" = None
+    """Loads the way in which it sees images. Raises RecipeError for a model that reads text alone."""
+
+
+UNKNOWN_READER = Reader()
 
 
 def encode(
@@ -50,12 +69,9 @@ def encode(
     rows: Rows,
     split: Split,
     responses: Sequence[str],
-    num_embeddings: int | None = None,
+    reader: Reader = UNKNOWN_READER,
 ) -> Encoded:
-    """Encode the prompts of all rows, and the columns named in ``responses``. Raises RecipeError.
-
-    ``num_embeddings`` is the number of tokens that the model has embeddings for, if it is known.
-    """
+    """Encode the prompts of all rows, and the columns named in ``responses``. Raises RecipeError."""
     if not rows:
         empty = Packed.from_rows([], np.int32)
         return Encoded(rows, empty, (empty,) * len(responses))
@@ -63,17 +79,29 @@ def encode(
     is_huge = np.array([_num_characters(row.get("prompt")) > _MAX_CHARACTERS for row in rows])
     if is_huge.any() and data.overlong != "drop":
         fact = f"has a prompt of more than {_MAX_CHARACTERS} characters"
-        raise _row_error(data, int(is_huge.argmax()), fact, fix="data.overlong=drop, or shorten the prompt")
+        raise row_error(data, int(is_huge.argmax()), fact, fix="data.overlong=drop, or shorten the prompt")
     # Their first characters stand for these prompts, whose rows are dropped.
     short_rows = [
         {**row, "prompt": _shorten(row["prompt"])} if huge else row for row, huge in zip(rows, is_huge, strict=True)
     ]
-    prompt_ids = _encode_prompts(data, tokenizer, short_rows)
+    images = tuple(row.get(IMAGES) or () for row in rows)
+    image_prompts = None
+    if any(images):
+        assert reader.load_vision is not None
+        check_truncation(data)
+        seen = [() if huge else shown for shown, huge in zip(images, is_huge, strict=True)]
+        image_prompts = ImagePrompts(data, reader.load_vision(), seen)
+    prompt_ids = _encode_prompts(data, tokenizer, short_rows, image_prompts)
     columns = tuple(_encode_responses(data, tokenizer, rows, name) for name in responses)
-    if num_embeddings is not None:
+    if reader.num_embeddings is not None:
         for ids in (prompt_ids, *columns):
-            _check_embeddings(data, tokenizer, ids, num_embeddings)
-    return _apply_prompt_limit(data, split, Encoded(rows, prompt_ids, columns), is_huge)
+            _check_embeddings(data, tokenizer, ids, reader.num_embeddings)
+    if image_prompts is None:
+        return _apply_prompt_limit(data, split, Encoded(rows, prompt_ids, columns), is_huge)
+    for name, ids in zip(responses, columns, strict=True):
+        image_prompts.check_responses(name, ids)
+    rows = [{name: value for name, value in row.items() if name != IMAGES} for row in rows]
+    return _apply_prompt_limit(data, split, Encoded(rows, prompt_ids, columns, images), is_huge)
 
 
 def _num_characters(prompt: Any) -> int:
@@ -98,7 +126,7 @@ def _check_embeddings(data: Data, tokenizer: "PreTrainedTokenizerBase", ids: Pac
         name = tokenizer.convert_ids_to_tokens(token)
         fact = f"has the token '{name}' (id {token}), and the model has embeddings for {num_embeddings} tokens"
         fix = "resize the model's embeddings (resize_token_embeddings in transformers), or remove the token"
-        raise _row_error(data, row, fact, fix)
+        raise row_error(data, row, fact, fix)
 
 
 def _check_responses(data: Data, rows: Rows, responses: Sequence[str]) -> None:
@@ -108,12 +136,6 @@ def _check_responses(data: Data, rows: Rows, responses: Sequence[str]) -> None:
         if data.columns.get(name, name) == prompts and not is_conversation(rows[0].get(name)):
             fact = f"prompt and {name} are both '{prompts}', so that each response repeats its prompt"
             raise RecipeError(f"data.columns.{name}", fact, fix=f"name the column of the responses: {name}: COLUMN")
-
-
-def missing_column_error(data: Data, path: str, column: str, row: Mapping[str, Any]) -> RecipeError:
-    """Return the error for a column that the data does not have; ``path`` is the key that names it."""
-    fix = did_you_mean(column, row) or f"name the column that the data set has: {path}=COLUMN"
-    return RecipeError(path, f"no column '{column}' in '{data.source}'", known=sorted(row), fix=fix)
 
 
 def _apply_prompt_limit(data: Data, split: Split, encoded: Encoded, is_huge: NDArray[np.bool_]) -> Encoded:
@@ -132,13 +154,14 @@ def _apply_prompt_limit(data: Data, split: Split, encoded: Encoded, is_huge: NDA
             "data.max_prompt_tokens",
             f"expected at most {limit} tokens, got {ids.lengths[row]} in the prompt of row {row} of '{data.source}'; "
             f"{too_long} of {total} prompts are too long",
-            fix=f"data.max_prompt_tokens={ids.lengths[row]}, data.overlong=drop or data.overlong=truncate_left",
+            fix=f"data.max_prompt_tokens={ids.lengths[row]}, data.overlong=drop"
+            + (" or data.overlong=truncate_left" if encoded.images is None else ""),
         )
     fact = f"{too_long} of {total} prompts of '{getattr(data, split)}' are longer than {limit} tokens"
     if data.overlong == "truncate_left":
         cut = Packed.from_rows([ids[row][-limit:] for row in range(total)], np.int32)
         warning = f"data.overlong: {fact}; only their last {limit} tokens are used"
-        return Encoded(encoded.rows, cut, encoded.responses, (warning,))
+        return replace(encoded, prompt_ids=cut, warnings=(warning,))
     short = np.flatnonzero(is_short)
     if not short.size:
         raise RecipeError(
@@ -150,6 +173,7 @@ def _apply_prompt_limit(data: Data, split: Split, encoded: Encoded, is_huge: NDA
         [encoded.rows[int(row)] for row in short],
         ids.take(short),
         tuple(column.take(short) for column in encoded.responses),
+        None if encoded.images is None else tuple(encoded.images[row] for row in short),
         (f"data.overlong: {fact} and are dropped",),
     )
 
@@ -162,18 +186,16 @@ def _column(data: Data, rows: Rows, name: str) -> list[Any]:
         row = values.index(None)
         is_pair = name == "prompt" and "chosen" in rows[row]
         more = ", and its chosen and rejected do not begin with the same one" if is_pair else ""
-        raise _row_error(data, row, f"has no '{name}'{more}")
+        raise row_error(data, row, f"has no '{name}'{more}")
     return values
 
 
-def _row_error(data: Data, row: int, fact: str, fix: str = "remove the row") -> RecipeError:
-    return RecipeError("data.source", f"row {row} of '{data.source}' {fact}", fix=fix)
-
-
-def _encode_prompts(data: Data, tokenizer: "PreTrainedTokenizerBase", rows: Rows) -> Packed:
+def _encode_prompts(
+    data: Data, tokenizer: "PreTrainedTokenizerBase", rows: Rows, image_prompts: ImagePrompts | None
+) -> Packed:
     column = _column(data, rows, "prompt")
     if [] in column:
-        raise _row_error(data, column.index([]), "has no message before the assistant's")
+        raise row_error(data, column.index([]), "has no message before the assistant's")
     if data.system_prompt is not None and not tokenizer.chat_template:
         fact = "needs a chat template, and the tokenizer has none"
         fix = "write models.NAME.chat_template, or data.system_prompt=null and instructions in the prompts"
@@ -181,7 +203,7 @@ def _encode_prompts(data: Data, tokenizer: "PreTrainedTokenizerBase", rows: Rows
     for row, prompt in enumerate(column):
         if isinstance(prompt, str) and _MESSAGES_AS_TEXT.match(prompt):
             fact = f"has a prompt that is the text of a list of messages ({prompt[:80]})"
-            raise _row_error(data, row, fact, fix="save the messages as a list, in a JSON or Parquet file")
+            raise row_error(data, row, fact, fix="save the messages as a list, in a JSON or Parquet file")
     for option in data.template_options:
         # A template ignores arguments that it does not know, so that a wrong name would change nothing.
         if not re.search(rf"\b{re.escape(option)}\b", str(tokenizer.chat_template or "")):
@@ -191,12 +213,17 @@ def _encode_prompts(data: Data, tokenizer: "PreTrainedTokenizerBase", rows: Rows
         for row, prompt in enumerate(column):
             if not isinstance(prompt, str | int | float) and not is_conversation(prompt):
                 fact = "has a prompt that is neither a text nor a list of messages with a 'role' each"
-                raise _row_error(data, row, f"{fact} ({str(prompt)[:80]})")
+                raise row_error(data, row, f"{fact} ({str(prompt)[:80]})")
             contents = [message.get("content") for message in prompt] if is_conversation(prompt) else ()
             if other := next((content for content in contents if not isinstance(content, str | NoneType)), None):
-                raise _row_error(data, row, f"has a message whose content is not a text ({str(other)[:80]})")
+                fact, fix = describe_content(other)
+                raise row_error(data, row, fact, fix)
+        render = partial(_format_chat, data, tokenizer)
+        if image_prompts is not None:
+            column = image_prompts.tagged(column)
+            render = partial(_format_chat, data, tokenizer, adapt=image_prompts.for_template(render))
         try:
-            texts = render_all(partial(_format_chat, data, tokenizer), column)
+            texts = render_all(render, column)
         except TemplateError as error:
             fact = f"the tokenizer's chat template {error} of '{data.source}'"
             raise RecipeError("data.source", fact, fix=_fix_for_texts(data)) from None
@@ -208,10 +235,14 @@ def _encode_prompts(data: Data, tokenizer: "PreTrainedTokenizerBase", rows: Rows
             fix="a column of texts, or write models.NAME.chat_template",
         )
     else:
+        if image_prompts is not None:
+            column = [image_prompts.as_text(prompt) for prompt in image_prompts.tagged(column)]
         encoded = _convert_errors(data, lambda: tokenizer(column)["input_ids"])
     packed = Packed.from_rows(encoded, np.int32)
+    if image_prompts is not None:
+        packed = image_prompts.expand(packed)
     if (empty := np.flatnonzero(packed.lengths == 0)).size:
-        raise _row_error(data, int(empty[0]), "has an empty prompt")
+        raise row_error(data, int(empty[0]), "has an empty prompt")
     return packed
 
 
@@ -224,14 +255,20 @@ def _encode_responses(data: Data, tokenizer: "PreTrainedTokenizerBase", rows: Ro
     texts = [response_text(response) for response in _column(data, rows, name)]
     if None in texts:
         fact = f"has a '{name}' that is neither a text nor a conversation that ends with an assistant's text"
-        raise _row_error(data, texts.index(None), fact)
+        raise row_error(data, texts.index(None), fact)
     encoded = _convert_errors(data, lambda: tokenizer(texts, add_special_tokens=False)["input_ids"])
     return Packed.from_rows([[*ids, end] for ids in encoded], np.int32)
 
 
-def _format_chat(data: Data, tokenizer: "PreTrainedTokenizerBase", prompt: Any) -> str:
+def _format_chat(
+    data: Data,
+    tokenizer: "PreTrainedTokenizerBase",
+    prompt: Any,
+    adapt: Callable[[list[Message]], list[Message]] = list,
+) -> str:
+    """Apply the chat template to a conversation, or to a text; ``adapt`` brings messages into the template's form."""
     conversation = prompt if is_conversation(prompt) else [{"role": "user", "content": str(prompt)}]
-    messages = with_instructions(conversation, data.system_prompt)
+    messages = adapt(with_instructions(conversation, data.system_prompt))
     options = data.template_options
     return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options))
 
@@ -251,17 +288,3 @@ def _convert_errors(data: Data, encode: Callable[[], T]) -> T:
             f"the tokenizer refuses a text of '{data.source}' ({first_line(error)})",
             fix=_fix_for_texts(data),
         ) from None
-
-
-def make_pairs(keys: NDArray[np.int64], prompt_ids: Packed, chosen_ids: Packed, rejected_ids: Packed) -> Pairs:
-    """Combine prompts with their chosen and rejected responses; ``keys`` [P, 3] are the keys of the prompts."""
-    both = np.repeat(np.arange(len(keys)), 2)
-    pair_keys = keys[both]
-    pair_keys[1::2, 2] = 1
-    # The chosen and the rejected responses alternate.
-    alternating = np.arange(2 * len(keys)).reshape(2, -1).T.ravel()
-    return Pairs(
-        keys=pair_keys,
-        prompt_ids=prompt_ids.take(both),
-        response_ids=Packed.concatenate([chosen_ids, rejected_ids]).take(alternating),
-    )

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
 
-from rlflow.data.encoding import Rows
 from rlflow.data.expansion import check_expansion
+from rlflow.data.mistakes import Rows
 from rlflow.data.text_files import SUFFIXES, read_text_files, suffix_of
 from rlflow.errors import RecipeError, first_line
 from rlflow.recipe import Data

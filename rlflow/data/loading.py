@@ -10,10 +10,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rlflow.data.encoding import Rows, missing_column_error
 from rlflow.data.files import read_files_or_hub
 from rlflow.data.generated import generated_rows
+from rlflow.data.images import read_images
 from rlflow.data.messages import split_answers
+from rlflow.data.mistakes import Rows, missing_column_error
 from rlflow.errors import RecipeError, first_line
 from rlflow.plugins import load_object
 from rlflow.recipe import Data
@@ -21,7 +22,7 @@ from rlflow.recipe.evaluation import Evaluation
 
 
 def load_rows(data: Data, field: Literal["split", "eval_split"]) -> Rows:
-    """Read the rows of a split. Raises RecipeError.
+    """Read the rows of a split, and check their images. Raises RecipeError.
 
     Columns have the names that the recipe gives them, and the last turn of a conversation is split off its prompt.
     """
@@ -36,7 +37,8 @@ def load_rows(data: Data, field: Literal["split", "eval_split"]) -> Rows:
             raise missing_column_error(data, f"data.columns.{name}", column, rows[0])
     # Read from the original row, so that two columns can be swapped.
     columns = data.columns.items()
-    return split_answers([{**row, **{name: _value(row, column) for name, column in columns}} for row in rows])
+    renamed = [{**row, **{name: _value(row, column) for name, column in columns}} for row in rows]
+    return split_answers(read_images(data, renamed))
 
 
 def describe_rows(rows: Rows) -> str:

@@ -1,8 +1,8 @@
 """Conversations in rows of a data set: the forms in which files have them, and the prompts and responses in them.
 
 A conversation is a list of messages with a ``role`` and a ``content``. Three other forms are converted to it: messages
-of ShareGPT, which have ``from`` and ``value``; contents that are lists of texts; and pairs of texts whose turns begin
-with ``Human:`` and ``Assistant:``.
+of ShareGPT, which have ``from`` and ``value``; contents that are lists of parts; and pairs of texts whose turns begin
+with ``Human:`` and ``Assistant:``. In a row with images, parts that stand for one become ``<image>`` in the text.
 """
 
 import re
@@ -12,6 +12,10 @@ from typing import Any
 Row = Mapping[str, Any]
 Message = Mapping[str, Any]
 
+IMAGE_TAG = "<image>"
+"""The place of an image in a text."""
+# The fields of a part of a message that has an image, or its address, in it.
+_IMAGE_FIELDS = ("image", "image_url", "url", "path", "bytes", "source")
 # The roles of a message with instructions before the user's first turn.
 _INSTRUCTION_ROLES = ("system", "developer")
 # The roles of ShareGPT's messages.
@@ -38,21 +42,34 @@ def split_answers(rows: Sequence[Row]) -> Sequence[Row]:
 
 def _with_messages(row: Row) -> Row:
     """Return the row with conversations of all forms as messages."""
-    read = {name: _messages(row[name]) for name in _COLUMNS if isinstance(row.get(name), list)}
+    has_images = "images" in row
+    read = {name: _messages(row[name], has_images) for name in _COLUMNS if isinstance(row.get(name), list)}
     return {**row, **read} if read else row
 
 
-def _messages(values: list[Any]) -> list[Any]:
-    return [_message(value) if isinstance(value, Mapping) else value for value in values]
+def _messages(values: list[Any], has_images: bool) -> list[Any]:
+    return [_message(value, has_images) if isinstance(value, Mapping) else value for value in values]
 
 
-def _message(message: Message) -> Message:
+def _message(message: Message, has_images: bool) -> Message:
     if "role" not in message and message.get("from") in _ROLES and "value" in message:
         message = {"role": _ROLES[message["from"]], "content": message["value"]}
     parts = message.get("content")
-    if isinstance(parts, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in parts):
-        return {**message, "content": "".join(str(part.get("text", "")) for part in parts)}
+    if isinstance(parts, list):
+        texts = [_part_text(part, has_images) for part in parts]
+        if None not in texts:
+            return {**message, "content": "".join(map(str, texts))}
     return message
+
+
+def _part_text(part: Any, has_images: bool) -> str | None:
+    """Return the text of a part of a message; None for another kind of part, and for one that holds an image."""
+    if not isinstance(part, Mapping):
+        return None
+    if part.get("type") == "text":
+        return str(part.get("text", ""))
+    stands_for_image = has_images and part.get("type") == "image"
+    return IMAGE_TAG if stands_for_image and all(part.get(name) is None for name in _IMAGE_FIELDS) else None
 
 
 def _with_common_prompt(row: Row) -> Row:
@@ -82,6 +99,17 @@ def _split(row: Row) -> Row:
     if conversation[-1]["role"] != "assistant":
         return {**row, "prompt": conversation}
     return {"response": conversation[-1:], **row, "prompt": conversation[:-1]}
+
+
+def describe_content(content: Any) -> tuple[str, str]:
+    """Return what is wrong with the content of a message that is not a text, and the fix."""
+    for part in content if isinstance(content, list) else ():
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind in ("image", "image_url"):
+            return "has an image inside of a message", "name it in the column 'images', in the order of the parts"
+        if kind not in ("text", None):
+            return f"has a part of the type '{kind}' in a message, not a text or an image", "remove the row"
+    return f"has a message whose content is not a text ({str(content)[:80]})", "remove the row"
 
 
 def with_instructions(conversation: Sequence[Message], system_prompt: str | None) -> list[Message]:

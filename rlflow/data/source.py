@@ -3,17 +3,19 @@
 A position counts the rows of a run: rows of all epochs, in the order in which training uses them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlflow.batch import Examples, Packed, Pairs, Prompts, Repeated, Rollouts, Sequences
+from rlflow.batch import Examples, Packed, Pairs, Prompts, Repeated, Rollouts, Sequences, pack_images
 from rlflow.batch.segments import segment_numbers, unfold
-from rlflow.data.encoding import Rows, encode, make_pairs
+from rlflow.data.encoding import UNKNOWN_READER, Encoded, Reader, encode
+from rlflow.data.image_prompts import Images
 from rlflow.data.loading import at_evaluation_set
+from rlflow.data.mistakes import Rows
 from rlflow.recipe import Data
 from rlflow.rewards.styles import RENDERED_PROMPT, SPECIAL_TOKENS
 
@@ -45,6 +47,8 @@ class DataSource:
     """The held-out rows of each evaluation set; the one of ``eval_split`` has an empty name."""
     rejected_ids: Packed | None = None
     """The rejected responses of pairs."""
+    images: Sequence[Images] | None = None
+    """The images of each prompt, if the data set has any."""
     warnings: tuple[str, ...] = ()
     """Messages about prompts that were too long."""
     resumed_at: tuple[int, int] = (0, 0)
@@ -99,6 +103,7 @@ class DataSource:
             keys=_keys(step, len(rows)),
             prompt_ids=self.prompt_ids.take(rows),
             response_ids=self.response_ids.take(rows),
+            images=_read_images(self.images, rows),
         )
 
     def pairs(self, step: int) -> Pairs:
@@ -106,8 +111,8 @@ class DataSource:
         assert self.response_ids is not None
         assert self.rejected_ids is not None
         rows = self._rows_at(np.arange(self._position(step), self._position(step + 1)))
-        columns = [ids.take(rows) for ids in (self.prompt_ids, self.response_ids, self.rejected_ids)]
-        return make_pairs(_keys(step, len(rows)), *columns)
+        prompts, chosen, rejected = (ids.take(rows) for ids in (self.prompt_ids, self.response_ids, self.rejected_ids))
+        return make_pairs(_keys(step, len(rows)), prompts, chosen, rejected, _read_images(self.images, rows))
 
     def held_out_prompts(self, evaluation_set: str = "") -> Prompts:
         """Return all held-out prompts of an evaluation set, in the order of the data set."""
@@ -133,7 +138,8 @@ class DataSource:
     def _prompts_at(self, keys: NDArray[np.int64], positions: NDArray[np.int64]) -> Prompts:
         rows = self._rows_at(positions)
         chosen = tuple(self.rows[int(row)] for row in rows)
-        return self._rendered(Prompts(keys=keys, ids=self.prompt_ids.take(rows), rows=chosen))
+        images = _read_images(self.images, rows)
+        return self._rendered(Prompts(keys=keys, ids=self.prompt_ids.take(rows), rows=chosen, images=images))
 
     def _rendered(self, prompts: Prompts) -> Prompts:
         if not self.renders_prompts:
@@ -169,26 +175,23 @@ def open_training_data(
     rows: Rows,
     seed: int,
     *,
-    num_embeddings: int | None = None,
     edge: SourceEdge = "prompts",
     held_out: Mapping[str, tuple[Data, Rows]] | None = None,
+    reader: Reader = UNKNOWN_READER,
 ) -> DataSource:
     """Encode all rows of training and evaluation for an ``edge`` of the graph. Raises RecipeError.
 
-    ``held_out`` has the rows of each evaluation set, with the data that they come from, and ``num_embeddings`` is the
-    number of tokens that the model has embeddings for.
+    ``held_out`` has the rows of each evaluation set, with the data that they come from.
     """
     names = _RESPONSES[edge]
-    train = encode(data, tokenizer, rows, "split", names, num_embeddings)
+    train = encode(data, tokenizer, rows, "split", names, reader)
     sets: dict[str, Prompts | Pairs] = {}
     warnings = [*train.warnings]
     for name, (of_set, held_out_rows) in (held_out or {}).items():
         with at_evaluation_set(name):
             responses = names if edge == "pairs" else ()
-            encoded = encode(of_set, tokenizer, held_out_rows, "eval_split", responses, num_embeddings)
-        keys = _keys(0, len(encoded.rows))
-        prompts = Prompts(keys=keys, ids=encoded.prompt_ids, rows=tuple(encoded.rows))
-        sets[name] = make_pairs(keys, encoded.prompt_ids, *encoded.responses) if edge == "pairs" else prompts
+            encoded = encode(of_set, tokenizer, held_out_rows, "eval_split", responses, reader)
+        sets[name] = _held_out_set(encoded, edge)
         warnings += encoded.warnings
     return DataSource(
         data,
@@ -198,9 +201,42 @@ def open_training_data(
         train.responses[0] if names else None,
         sets,
         train.responses[1] if edge == "pairs" else None,
+        train.images,
         warnings=tuple(warnings),
         tokenizer=tokenizer,
     )
+
+
+def make_pairs(
+    keys: NDArray[np.int64], prompt_ids: Packed, chosen_ids: Packed, rejected_ids: Packed, images: Packed | None = None
+) -> Pairs:
+    """Combine prompts with their chosen and rejected responses; ``keys`` [P, 3] are the keys of the prompts."""
+    both = np.repeat(np.arange(len(keys)), 2)
+    pair_keys = keys[both]
+    pair_keys[1::2, 2] = 1
+    # The chosen and the rejected responses alternate.
+    alternating = np.arange(2 * len(keys)).reshape(2, -1).T.ravel()
+    return Pairs(
+        keys=pair_keys,
+        prompt_ids=prompt_ids.take(both),
+        response_ids=Packed.concatenate([chosen_ids, rejected_ids]).take(alternating),
+        images=None if images is None else images.take(both),
+    )
+
+
+def _held_out_set(encoded: Encoded, edge: SourceEdge) -> Prompts | Pairs:
+    """Return all rows of an evaluation set."""
+    keys = _keys(0, len(encoded.rows))
+    images = _read_images(encoded.images, range(len(keys)))
+    if edge == "pairs":
+        chosen, rejected = encoded.responses
+        return make_pairs(keys, encoded.prompt_ids, chosen, rejected, images)
+    return Prompts(keys=keys, ids=encoded.prompt_ids, rows=tuple(encoded.rows), images=images)
+
+
+def _read_images(images: Sequence[Images] | None, rows: Iterable[int]) -> Packed | None:
+    """Return the images of some rows as a column; None for a data set without any."""
+    return None if images is None else pack_images([[image.read() for image in images[row]] for row in rows])
 
 
 def _keys(step: int, count: int) -> NDArray[np.int64]:

@@ -94,6 +94,16 @@ class Role(Resources):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ImageLimits(Section):
+    """The limits of images in prompts. A row beyond them ends the run before its images are decoded."""
+
+    max_pixels: Count = 2**26
+    """The pixels of an image, as its header has them. A model's own image processor scales large images down."""
+    max_per_prompt: Count = 8
+    """The images of a prompt."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Data(Section):
     """The data set that prompts come from."""
 
@@ -113,8 +123,8 @@ class Data(Section):
     options: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the function."""
     columns: Mapping[str, str] = field(default_factory=dict)
-    """The data set's column for each name used here: ``prompt``, ``response``, for pairs ``chosen`` and ``rejected``,
-    and the names that the reward reads. A dot reaches into a column: ``reward_model.ground_truth``."""
+    """The data set's column for each name used here: ``prompt``, ``response``, ``images``, for pairs ``chosen`` and
+    ``rejected``, and the names that the reward reads. A dot reaches into a column: ``reward_model.ground_truth``."""
     system_prompt: str | None = None
     """The system message of every prompt that has none of its own. The tokenizer needs a chat template."""
     template_options: Mapping[str, Any] = field(default_factory=dict)
@@ -125,6 +135,8 @@ class Data(Section):
     """The limit of a prompt; ``overlong`` decides about longer ones."""
     overlong: Literal["error", "drop", "truncate_left"] = "error"
     """Handling of prompts with more tokens: end the run, drop their rows, or keep only their last tokens."""
+    image: ImageLimits = ImageLimits()
+    """Limits of images."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,8 @@ from rlflow.compiler.continuation import experiment_of
 from rlflow.compiler.graph import Graph, evaluation_nodes
 from rlflow.compiler.models import model_architecture, trained_model
 from rlflow.compiler.plan import Plan
-from rlflow.data.encoding import Rows
 from rlflow.data.loading import describe_rows
+from rlflow.data.mistakes import Rows
 from rlflow.data.source import DataSource
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.errors import RecipeError, below

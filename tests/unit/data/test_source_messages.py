@@ -106,7 +106,7 @@ def test_a_system_prompt_needs_a_chat_template(tmp_path: Path) -> None:
         ({"prompt": "1", "response": [USER]}, "has a 'response' that is neither a text nor a conversation that ends"),
         ({"prompt": "1", "response": {"text": "1"}}, "has a 'response' that is neither a text nor a conversation"),
         ({"prompt": [{"from": "tool", "value": "1"}], "response": "1"}, "has a prompt that is neither a text nor a"),
-        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}], "response": "1"}, "has a message whose"),
+        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}], "response": "1"}, "has an image inside"),
         ({"prompt": str([USER]), "response": "1"}, "has a prompt that is the text of a list of messages"),
         ({"prompt": ' [{"content": "1"}]', "response": "1"}, "has a prompt that is the text of a list of messages"),
         ({"prompt": json.dumps(SHAREGPT), "response": "1"}, "has a prompt that is the text of a list of messages"),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from rlflow.data import encoding
+from rlflow.data.encoding import Reader
 from rlflow.data.loading import load_rows
 from rlflow.data.source import DataSource, open_training_data
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
@@ -120,10 +121,10 @@ def test_a_token_without_an_embedding_is_named(edge: Any, tmp_path: Path) -> Non
         rows[1]["prompt"] = "<think>2+2="
     columns = {"chosen": "response", "rejected": "response"} if edge == "pairs" else {}
     options = data(write(tmp_path / "rows.jsonl", rows), columns=columns, max_prompt_tokens=20, batch_size=1)
-    open_training_data(options, tokenizer, load_rows(options, "split"), 0, edge=edge, num_embeddings=len(tokenizer))
+    open_training_data(options, tokenizer, load_rows(options, "split"), 0, edge=edge, reader=Reader(len(tokenizer)))
     num_tokens = len(tokenizer) - 1
     with pytest.raises(RecipeError, match="row 1 of") as raised:
-        open_training_data(options, tokenizer, load_rows(options, "split"), 0, edge=edge, num_embeddings=num_tokens)
+        open_training_data(options, tokenizer, load_rows(options, "split"), 0, edge=edge, reader=Reader(num_tokens))
     fact = f"has the token '<think>' (id {num_tokens}), and the model has embeddings for {num_tokens} tokens"
     assert raised.value.path == "data.source"
     assert fact in str(raised.value)

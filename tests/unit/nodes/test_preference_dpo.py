@@ -8,7 +8,7 @@ import torch
 
 from rlflow.batch import Logprobs, Minibatch
 from rlflow.batch.packed import Packed
-from rlflow.data.encoding import make_pairs
+from rlflow.data.source import make_pairs
 from rlflow.engines.base import TokenLoss
 from rlflow.engines.causal_lm.micro_batches import build_micro_batches
 from rlflow.engines.causal_lm.totals import LossTotals

@@ -7,8 +7,7 @@ import pytest
 
 import rlflow
 from rlflow.batch import Packed
-from rlflow.data.encoding import make_pairs
-from rlflow.data.source import DataSource
+from rlflow.data.source import DataSource, make_pairs
 from rlflow.errors import RecipeError
 from rlflow.runtime.preflight import check_examples
 from tests.helpers import load, prompts
