@@ -1,1 +1,1 @@
-"""Data sets: reading rows, encoding them as tokens, and two synthetic tasks."""
+"""Data sets: reading rows, encoding them as tokens, and generated tasks."""
