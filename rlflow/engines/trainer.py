@@ -30,6 +30,7 @@ from rlflow.engines.sharded.checkpoints import restore_shards, save_shards
 from rlflow.engines.sharded.process_group import create_sharding, wait_for_files
 from rlflow.engines.sharded.trained_state import TrainedState
 from rlflow.engines.times import ProfiledEngine
+from rlflow.engines.vision.passes import load_eyes
 from rlflow.errors import NotFiniteError
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ class TrainingEngine(TunableEngine, ProfiledEngine, ABC):
         self._model = self._called_model = model
         add_adapters(model, spec)
         self._tokenizer = load_tokenizer(spec.model_name, spec.model)
+        self._vision = load_eyes(spec, model, self._tokenizer)
         if spec.layout.gradient_checkpointing:
             checkpoint_layers(model, spec.layout.kept_layers)
         if pays_to_compile(spec, model):
@@ -158,7 +160,8 @@ class TrainingEngine(TunableEngine, ProfiledEngine, ABC):
         self, sequences: Sequences, temperature: float, entropy: Entropy = "unused"
     ) -> "tuple[Tensor, dict[str, Tensor]]":
         """Return what the loss is a function of, and columns in addition to the minibatch's."""
-        return compute_outputs(self._called_model, self._head, sequences, temperature, entropy, self._sharding)
+        model, head = self._called_model, self._head
+        return compute_outputs(model, head, sequences, temperature, entropy, self._sharding, self._vision)
 
     def _cut(self, sequences: Sequences) -> tuple[list[Index], int]:
         """Return the micro-batches of this rank's rows, and how many of them are real; others count for nothing."""
@@ -203,7 +206,8 @@ class TrainingEngine(TunableEngine, ProfiledEngine, ABC):
             if self._head == "reward":
                 set_pad_token(self._model, self._tokenizer)
             check_finite(self._spec.role, exported.items(), f"when exported in {self._spec.model.dtype}")
-            save_model(self._model, self._tokenizer, folder, exported)
+            family = None if self._vision is None else self._vision.family
+            save_model(self._model, self._tokenizer, folder, exported, family)
             if lora is not None:
                 named_for_peft = {transfer_name(name): weight for name, weight in adapters.items()}
                 save_adapters(folder / "adapters", lora, named_for_peft, self._spec.model.path)

@@ -18,6 +18,7 @@ from rlflow.engines.journal import Journal
 from rlflow.engines.memory import TunableEngine
 from rlflow.engines.serving.weights import ExpectedWeights
 from rlflow.engines.times import ProfiledEngine
+from rlflow.engines.vision.passes import load_eyes
 from rlflow.errors import EngineError
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class TransformersEngine(TunableEngine, ProfiledEngine):
         self._model = load_model(spec, dtype=getattr(torch, spec.model.dtype))
         add_adapters(self._model, spec)
         self.tokenizer = load_tokenizer(spec.model_name, spec.model)
+        self._vision = load_eyes(spec, self._model, self.tokenizer)
         self._end_ids = merge_end_ids(self._model.generation_config.eos_token_id, self.tokenizer.eos_token_id)
         self._version: int | None = 0
         self._journal = Journal(spec.journal, spec.role)
@@ -63,9 +65,9 @@ class TransformersEngine(TunableEngine, ProfiledEngine):
             if rollouts is not None and len(recorded_rows) == len(members):
                 parts.append(rollouts)
                 continue
-            batch_prompts = prompts.ids.take(np.arange(batch.first_prompt, batch.first_prompt + batch.num_prompts))
+            batch_prompts = prompts.take(np.arange(batch.first_prompt, batch.first_prompt + batch.num_prompts))
             batch_sampling = replace(sampling, group_size=batch.num_samples)
-            new = decode(self._model, batch_prompts, batch_sampling, seeds[first:end], self._end_ids)
+            new = decode(self._model, batch_prompts, batch_sampling, seeds[first:end], self._end_ids, self._vision)
             scores = np.concatenate(new.logprobs)
             parts.append(self._build_rollouts(members, sampling, new.ids, scores, new.finished))
             self._journal.add(parts[-1], members, sampling)
@@ -87,6 +89,7 @@ class TransformersEngine(TunableEngine, ProfiledEngine):
         return Rollouts(
             keys=samples.keys,
             prompt_ids=samples.ids,
+            images=samples.images,
             response_ids=response_ids,
             logprobs=logprobs,
             versions=versions,
@@ -94,7 +97,6 @@ class TransformersEngine(TunableEngine, ProfiledEngine):
             finished=finished,
             texts=tuple(self.tokenizer.batch_decode(responses, skip_special_tokens=True)),
             rows=samples.rows,
-            images=samples.images,
         )
 
     def _check_version(self) -> None:
@@ -120,7 +122,9 @@ class TransformersEngine(TunableEngine, ProfiledEngine):
 
         pieces = build_micro_batches(sequences, self._spec.layout.micro_batch_tokens)
         with self.within_memory(), torch.inference_mode():
-            scores = (token_scores(self._model, sequences.take(rows), temperature) for rows in pieces)
+            scores = (
+                token_scores(self._model, sequences.take(rows), temperature, vision=self._vision) for rows in pieces
+            )
             values = [score[:, 0].cpu().numpy() for score in scores]
         return Logprobs(values=restore_order(sequences.response_ids, pieces, values))
 

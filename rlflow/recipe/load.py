@@ -147,6 +147,12 @@ def _check_new_model(path: str, model: Model) -> None:
     if model.characters is not None:
         num_tokens = len(set(model.characters)) + 1
         tokens = f"{num_tokens - 1} characters and the end token"
+        if model.architecture.vision is not None:
+            of_images = len(model.architecture.vision.tokens)
+            num_tokens, tokens = num_tokens + of_images, f"{tokens}, and {of_images} tokens for images"
+    elif model.architecture.vision is not None:
+        fact = "has no tokens for images"
+        raise RecipeError(f"{path}.tokenizer", fact, fix=f"use {path}.characters in its place")
     if num_tokens > model.architecture.vocab_size:
         fact = f"{model.architecture.vocab_size} is too small for {tokens}"
         raise RecipeError(f"{path}.architecture.vocab_size", fact, fix=f"vocab_size {num_tokens}")

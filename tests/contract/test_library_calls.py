@@ -31,6 +31,7 @@ _AUTO = "transformers.models.auto.auto_factory._BaseAutoModelClass"
 SUBCLASSES = {
     # Behind a decorator that hides it.
     "transformers.AutoModelForCausalLM.from_config": f"{_AUTO}.from_config",
+    "transformers.AutoModelForImageTextToText.from_config": f"{_AUTO}.from_config",
     "transformers.PreTrainedModel": "transformers.Qwen2ForCausalLM",
     "transformers.PreTrainedModel.score": "transformers.Qwen2ForTokenClassification.score",
     "transformers.PreTrainedTokenizerBase": "transformers.PreTrainedTokenizerFast",

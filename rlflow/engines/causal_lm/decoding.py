@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from rlflow.batch import Packed
+from rlflow.batch import Packed, Prompts
 from rlflow.engines.base import Sampling
 from rlflow.engines.causal_lm.packing import pack
+from rlflow.engines.causal_lm.token_outputs import place_images, rotary_positions
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
     from rlflow.engines.causal_lm.attention import CacheLayout
+    from rlflow.engines.vision.passes import Vision
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,20 +36,23 @@ class NewTokens:
 
 def decode(
     model: "PreTrainedModel",
-    prompts: Packed,
+    prompts: Prompts,
     sampling: Sampling,
     seeds: Sequence[int],
     end_ids: Sequence[int],
+    vision: "Vision | None" = None,
 ) -> NewTokens:
     """Generate ``group_size`` responses to each of P prompts.
 
-    A sequence's random draws depend on its own entry of ``seeds`` [B] alone.
+    A sequence's random draws depend on its own entry of ``seeds`` [B] alone. Tokens that stand for media are never
+    sampled, because a pass could not tell them from images.
     """
     import torch
 
     device, batch = model.device, len(prompts) * sampling.group_size
     with torch.inference_mode():
-        logits, cache = _read_prompts(model, prompts, sampling)
+        logits, cache, lags = _read_prompts(model, prompts, sampling, vision)
+        never = [] if vision is None else sorted(vision.family.media_ids)
         draws = torch.from_numpy(_uniform_draws(seeds, sampling)).to(device)
         ends = torch.tensor([*end_ids, *sampling.stop_ids], device=device)
         tokens = torch.empty(batch, sampling.max_tokens, dtype=torch.int64, device=device)
@@ -56,7 +61,7 @@ def decode(
         finished = torch.zeros(batch, dtype=torch.bool, device=device)
         live = torch.arange(batch, device=device)
         for step in range(sampling.max_tokens):
-            chosen, logprob = _sample(logits, sampling, draws[live, step])
+            chosen, logprob = _sample(logits, sampling, draws[live, step], never)
             tokens[live, step], logprobs[live, step] = chosen, logprob
             ended = torch.isin(chosen, ends)
             if bool(ended.any()):
@@ -66,7 +71,7 @@ def decode(
                 live, chosen = live[rows], chosen[rows]
             if len(live) == 0 or step + 1 == sampling.max_tokens:
                 break
-            at = cache.next_positions()
+            at = cache.next_positions() + lags[live, None]
             logits = model(input_ids=chosen[:, None], position_ids=at, layout=cache, use_cache=False).logits[:, -1]
     sizes = counts.tolist()
     table, scores = tokens.cpu().numpy().astype(np.int32), logprobs.cpu().numpy()
@@ -77,8 +82,13 @@ def decode(
     )
 
 
-def _read_prompts(model: "PreTrainedModel", prompts: Packed, sampling: Sampling) -> "tuple[Tensor, CacheLayout]":
-    """Return the logits [B, V] of the first tokens, and a cache with room for the responses."""
+def _read_prompts(
+    model: "PreTrainedModel", prompts: Prompts, sampling: Sampling, vision: "Vision | None"
+) -> "tuple[Tensor, CacheLayout, Tensor]":
+    """Return the logits [B, V] of the first tokens, a cache with room for the responses, and lags [B].
+
+    A lag is what the rotary position of a response's token has more than its place in the sequence.
+    """
     import torch
 
     from rlflow.engines.causal_lm.attention import CacheLayout, PackedLayout
@@ -86,18 +96,27 @@ def _read_prompts(model: "PreTrainedModel", prompts: Packed, sampling: Sampling)
     device, group_size = model.device, sampling.group_size
     # A response of one token adds no input, so the stream holds just the prompts.
     one_each = Packed.from_rows([[0]] * len(prompts), np.int32)
-    stream = pack(prompts, one_each)
+    stream, pixels = place_images(pack(prompts.ids, one_each, prompts.images), prompts.images, vision)
+    images = {} if vision is None else vision.encode(model, stream, stream, pixels).inputs
     prefill = PackedLayout(stream, device, model.dtype, keep_kv=True)
-    ids, positions, last = (torch.from_numpy(x).to(device) for x in (stream.ids, stream.positions, stream.predictors))
+    ids, last = (torch.from_numpy(x).to(device) for x in (stream.ids, stream.predictors))
     output = model(
-        input_ids=ids[None], position_ids=positions[None], layout=prefill, logits_to_keep=last, use_cache=False
+        input_ids=ids[None],
+        position_ids=rotary_positions(stream, device),
+        layout=prefill,
+        logits_to_keep=last,
+        use_cache=False,
+        **images,
     )
     logits = output.logits[0].repeat_interleave(group_size, 0)
-    lengths = torch.from_numpy(prompts.lengths).to(device).repeat_interleave(group_size)
+    lengths = torch.from_numpy(prompts.ids.lengths).to(device).repeat_interleave(group_size)
+    rope = stream.positions[None] if stream.rope is None else stream.rope
+    lags = rope[:, stream.predictors].max(axis=0) + 1 - prompts.ids.lengths
     first = last.repeat_interleave(group_size) - lengths + 1
     offsets = torch.arange(int(lengths.max()), device=device)
     prompt_places = torch.minimum(first[:, None] + offsets, (first + lengths - 1)[:, None])
-    return logits, CacheLayout(prefill, prompt_places, lengths, capacity=int(lengths.max()) + sampling.max_tokens)
+    cache = CacheLayout(prefill, prompt_places, lengths, capacity=int(lengths.max()) + sampling.max_tokens)
+    return logits, cache, torch.from_numpy(lags).to(device).repeat_interleave(group_size)
 
 
 def _uniform_draws(seeds: Sequence[int], sampling: Sampling) -> NDArray[np.float64]:
@@ -107,19 +126,24 @@ def _uniform_draws(seeds: Sequence[int], sampling: Sampling) -> NDArray[np.float
     return np.stack([np.random.Generator(np.random.Philox(key=seed)).random(sampling.max_tokens) for seed in seeds])
 
 
-def _sample(logits: "Tensor", sampling: Sampling, draws: "Tensor") -> "tuple[Tensor, Tensor]":
+def _sample(
+    logits: "Tensor", sampling: Sampling, draws: "Tensor", never: Sequence[int] = ()
+) -> "tuple[Tensor, Tensor]":
     """Return tokens [B] and their logprobs [B] from logits [B, V], by inverting the distribution at ``draws`` [B].
 
-    The logprobs are taken at the scoring temperature, over the whole vocabulary.
+    The logprobs are taken at the scoring temperature, over the whole vocabulary. Tokens in ``never`` are not drawn.
     """
     import torch
 
     logits = logits.float()
     scores = torch.log_softmax(logits / sampling.scoring_temperature, dim=-1)
+    allowed = scores
+    if never:
+        allowed = scores.index_fill(-1, torch.tensor(never, device=scores.device), float("-inf"))
     if sampling.temperature == 0:
-        chosen = scores.argmax(-1)
+        chosen = allowed.argmax(-1)
     else:
-        probabilities = scores.double().exp()
+        probabilities = allowed.double().exp()
         if sampling.top_p < 1:
             descending, order = probabilities.sort(dim=-1, descending=True)
             outside = descending.cumsum(-1) - descending >= sampling.top_p

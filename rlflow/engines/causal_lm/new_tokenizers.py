@@ -1,5 +1,6 @@
 """Tokenizers of models with random weights: one token for each byte, or for each of a few characters."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rlflow.recipe import Model
@@ -49,9 +50,13 @@ _TEMPLATE = """\
 {{- '<|im_start|>assistant\\n' if add_generation_prompt }}"""
 
 
-def new_tokenizer(model: Model) -> "PreTrainedTokenizerBase":
+def new_tokenizer(options: Model) -> "PreTrainedTokenizerBase":
     """Return the tokenizer of a model with random weights."""
-    return _byte_tokenizer() if model.characters is None else _character_tokenizer(model.characters)
+    if options.characters is None:
+        return _byte_tokenizer()
+    architecture = options.architecture
+    assert architecture is not None
+    return _character_tokenizer(options.characters, architecture.vision.tokens if architecture.vision else ())
 
 
 def _byte_tokenizer() -> "PreTrainedTokenizerBase":
@@ -84,16 +89,21 @@ def _byte_tokenizer() -> "PreTrainedTokenizerBase":
     )
 
 
-def _character_tokenizer(characters: str) -> "PreTrainedTokenizerBase":
-    """Build a tokenizer with one token per character and an end token, which also pads. It refuses other characters."""
+def _character_tokenizer(characters: str, special: Sequence[str] = ()) -> "PreTrainedTokenizerBase":
+    """Build a tokenizer with one token per character and an end token, which also pads. It refuses other characters.
+
+    ``special`` are tokens of images.
+    """
     from tokenizers import Regex, Tokenizer
     from tokenizers.decoders import Fuse
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Split
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {token: index for index, token in enumerate([END_TOKEN, *dict.fromkeys(characters)])}
+    tokens = [END_TOKEN, *dict.fromkeys(characters), *special]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
     words = Tokenizer(WordLevel(vocabulary))
     words.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
     words.decoder = Fuse()
+    words.add_special_tokens(list(special))
     return PreTrainedTokenizerFast(tokenizer_object=words, eos_token=END_TOKEN, pad_token=END_TOKEN)

@@ -3,8 +3,8 @@
 Shapes: N tokens of the stream, S segments, B rows (sequences), T response tokens of all rows.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,19 +60,28 @@ class Stream:
     predictors: Index
     """[T]: the place in the stream from which each response token is predicted, in the order of rows."""
     segments: Segments
+    prompt_rows: Index
+    """The first of the rows that share each prompt, in the order of the stream."""
+    rope: Index | None = None
+    """[3, N]: the positions by which a model rotates queries and keys; None where ``positions`` are these."""
+    features: Index | None = None
+    """[N]: the number of the image feature that each token stands for, -1 for text. None for models without images."""
 
 
-def pack(prompt_ids: Packed, response_ids: Packed) -> Stream:
-    """Pack rows of at least one prompt and one response token each; equal neighbouring prompts are shared."""
+def pack(prompt_ids: Packed, response_ids: Packed, images: Packed | None = None) -> Stream:
+    """Pack rows of at least one prompt and one response token each; equal neighbouring prompts are shared.
+
+    Prompts with images are equal if their images are, too.
+    """
     ids: list[NDArray[np.int32]] = []
     positions: list[Index] = []
     predictors: list[Index] = []
     segments: list[tuple[int, int, int, int]] = []
-    end = 0
-    prompt: NDArray[np.int32] | None = None
-    prompt_start = 0
+    prompt_rows: list[int] = []
+    end = prompt_start = 0
     for row in range(len(prompt_ids)):
-        if prompt is None or not np.array_equal(prompt, prompt_ids[row]):
+        if not prompt_rows or not _is_same_prompt(prompt_rows[-1], row, prompt_ids, images):
+            prompt_rows.append(row)
             prompt, prompt_start = prompt_ids[row], end
             ids.append(prompt)
             positions.append(np.arange(len(prompt)))
@@ -90,7 +99,32 @@ def pack(prompt_ids: Packed, response_ids: Packed) -> Stream:
         positions=np.concatenate(positions),
         predictors=np.concatenate(predictors),
         segments=Segments(*np.array(segments, np.int64).T),
+        prompt_rows=np.array(prompt_rows),
     )
+
+
+def _is_same_prompt(first: int, second: int, prompt_ids: Packed, images: Packed | None) -> bool:
+    return np.array_equal(prompt_ids[first], prompt_ids[second]) and (
+        images is None or np.array_equal(images[first], images[second])
+    )
+
+
+def rope_of_stream(stream: Stream, prompt_positions: Sequence[Index]) -> Index:
+    """Return rotary positions [3, N] from those of each prompt in the stream, [3, tokens].
+
+    A response continues behind the largest position of its prompt.
+    """
+    rope = np.broadcast_to(stream.positions, (3, len(stream.positions))).copy()
+    segments = stream.segments
+    is_prompt = segments.prompt_lengths == 0
+    for start, positions in zip(segments.starts[is_prompt], prompt_positions, strict=True):
+        rope[:, start : start + positions.shape[1]] = positions
+    for number in np.flatnonzero(~is_prompt):
+        start, length = segments.starts[number], segments.lengths[number]
+        prompt_length = segments.prompt_lengths[number]
+        last = segments.prompt_starts[number] + prompt_length - 1
+        rope[:, start : start + length] += rope[:, last].max() + 1 - prompt_length
+    return rope
 
 
 def pad(stream: Stream, multiple: int) -> Stream:
@@ -100,10 +134,12 @@ def pad(stream: Stream, multiple: int) -> Stream:
         return stream
     last, segments = (length, padding, length, 0), stream.segments
     columns = (segments.starts, segments.lengths, segments.prompt_starts, segments.prompt_lengths)
-    return Stream(
+    return replace(
+        stream,
         ids=np.pad(stream.ids, (0, padding)),
         positions=np.pad(stream.positions, (0, padding)),
-        predictors=stream.predictors,
+        rope=None if stream.rope is None else np.pad(stream.rope, ((0, 0), (0, padding))),
+        features=None if stream.features is None else np.pad(stream.features, (0, padding), constant_values=-1),
         segments=Segments(*(np.append(column, value) for column, value in zip(columns, last, strict=True))),
     )
 

@@ -3,14 +3,16 @@
 import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlflow.engines.base import EngineSpec, Head, choose_head
 from rlflow.engines.causal_lm.kernels import choose_attention
+from rlflow.engines.causal_lm.model_files import check_folder, loading_from
+from rlflow.engines.causal_lm.new_configs import new_config
 from rlflow.engines.causal_lm.new_tokenizers import new_tokenizer
-from rlflow.errors import RecipeError, first_line
+from rlflow.engines.vision.base import VisionFamily, find_family
+from rlflow.errors import RecipeError
 from rlflow.recipe import Model
 
 if TYPE_CHECKING:
@@ -47,7 +49,7 @@ def load_tokenizer(name: str, model: Model) -> "PreTrainedTokenizerBase":
 
 def _saved(name: str, model: Model) -> "PreTrainedTokenizerBase":
     assert model.path is not None
-    _check_folder(name, model)
+    check_folder(name, model)
     # Imported late, because it takes seconds: it imports the models of transformers, and torch.
     from transformers import AutoTokenizer
 
@@ -65,7 +67,7 @@ def load_model(spec: EngineSpec, *, dtype: "dtype", device: str | None = None) -
     that is trained; a model with another role must bring its own. So must a language model, unless its output layer is
     that of the embeddings.
     """
-    _check_folder(spec.model_name, spec.model)
+    check_folder(spec.model_name, spec.model)
     import torch
     from transformers.utils import logging
 
@@ -91,12 +93,24 @@ def _build_model(spec: EngineSpec, head: Head, dtype: "dtype") -> Any:
 
     from rlflow.engines.causal_lm.attention import FLASH_NAME, NAME
 
-    name, options, auto = spec.model_name, spec.model, getattr(transformers, _AUTO_CLASSES[head])
-    attention = FLASH_NAME if choose_attention(spec) == "flash_attention_2" else NAME
+    name, options = spec.model_name, spec.model
+    kernel = choose_attention(spec)
+    attention: Any = FLASH_NAME if kernel == "flash_attention_2" else NAME
     extra: dict[str, Any] = {} if head == "vocabulary" else {"num_labels": 1}
     if options.path is None:
-        end_id = load_tokenizer(name, options).eos_token_id
-        config = transformers.AutoConfig.for_model(**_config_fields(options), eos_token_id=end_id, **extra)
+        config = new_config(options, load_tokenizer(name, options), **extra)
+    else:
+        with loading_from(name, options.path):
+            config = transformers.AutoConfig.from_pretrained(options.path, trust_remote_code=options.trust_remote_code)
+    auto = getattr(transformers, _AUTO_CLASSES[head])
+    if find_family(config.model_type) is not None:
+        if head != "vocabulary":
+            fact = f"a {head} head is not supported on models of the type '{config.model_type}', which see images"
+            raise RecipeError(f"models.{name}", fact, fix="a model that reads text alone")
+        auto = transformers.AutoModelForImageTextToText
+        # The tokens of an image attend to each other both ways in the tower.
+        attention = {"text_config": attention, "vision_config": kernel, "": attention}
+    if options.path is None:
         return auto.from_config(config, dtype=dtype, attn_implementation=attention)
     # transformers warns that a value or reward head is new, which is expected.
     with loading_from(name, options.path), nullcontext() if head == "vocabulary" else _without_warnings():
@@ -116,6 +130,7 @@ def _build_model(spec: EngineSpec, head: Head, dtype: "dtype") -> Any:
 
 def _check_supported(name: str, head: Head, config: Any) -> None:
     """Raise RecipeError for layers other than full attention, and for logits that change after the output layer."""
+    config = config.get_text_config()
     if layers := set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
         fact = f"layers of {', '.join(sorted(layers))} are not supported"
         raise RecipeError(f"models.{name}.path", fact, fix=_OTHER_MODEL)
@@ -130,8 +145,11 @@ def save_model(
     tokenizer: "PreTrainedTokenizerBase",
     folder: Path,
     weights: "dict[str, Tensor] | None" = None,
+    family: VisionFamily | None = None,
 ) -> None:
     """Write ``model`` and ``tokenizer`` as transformers does; ``weights`` replace those of the model.
+
+    The ``family`` of a vision-language model writes its image processor.
 
     The weights of a large model are in several files, with an index beside them.
     """
@@ -139,6 +157,8 @@ def save_model(
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if model.device.type == "cuda" else "cpu")
     model.save_pretrained(folder, state_dict=weights, max_shard_size=_LARGEST_FILE)
     tokenizer.save_pretrained(folder)
+    if family is not None:
+        family.image_processor.save_pretrained(folder)
 
 
 @contextmanager
@@ -185,47 +205,3 @@ def merge_end_ids(*end_ids: int | list[int] | None) -> list[int]:
     """Combine the end tokens of the generation configuration and the tokenizer; a chat model has several."""
     lists = [ids if isinstance(ids, list) else [ids] for ids in end_ids if ids is not None]
     return sorted({id_ for ids in lists for id_ in ids})
-
-
-def _config_fields(model: Model) -> dict[str, Any]:
-    """Return a new model's architecture as the fields of a ``config.json``."""
-    assert model.architecture is not None
-    # Fields at their defaults are left out: most of them belong to other types.
-    values = vars(model.architecture)
-    config = {
-        field.name: values[field.name] for field in fields(model.architecture) if values[field.name] != field.default
-    }
-    config.pop("rope_theta", None)
-    return config | {"rope_parameters": {"rope_type": "default", "rope_theta": values["rope_theta"]}}
-
-
-def _check_folder(name: str, model: Model) -> None:
-    """Raise RecipeError if the path of ``models.<name>`` is no folder, before the libraries that load it."""
-    if model.path and model.path.startswith((".", "/", "~")) and not Path(model.path).is_dir():
-        fact = f"'{model.path}' is not a folder"
-        raise RecipeError(f"models.{name}.path", fact, fix="name a folder that save_pretrained wrote")
-
-
-@contextmanager
-def loading_from(name: str, path: str) -> Iterator[None]:
-    """Turn any error in loading a model, tokenizer or configuration of ``models.<name>`` into a RecipeError."""
-    try:
-        yield
-    except Exception as error:  # the libraries below raise errors of many kinds for a damaged file
-        raise _loading_error(name, path, error) from None
-
-
-def _loading_error(name: str, path: str, error: Exception) -> RecipeError:
-    """Return the error for a model, tokenizer or configuration at ``path`` that transformers could not load."""
-    where = f"models.{name}.path"
-    if "trust_remote_code" in str(error):
-        return RecipeError(
-            where,
-            f"'{path}' can only be loaded by running the Python files in it",
-            fix=f"read these files, and if you trust them set models.{name}.trust_remote_code=true",
-        )
-    return RecipeError(
-        where,
-        f"'{path}' cannot be loaded ({first_line(error)})",
-        fix="name a folder with a model, or a model on the hub",
-    )

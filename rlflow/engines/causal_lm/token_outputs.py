@@ -4,8 +4,8 @@ A language model gives logprobs and entropies, a value model gives values, and a
 Shapes: B rows (sequences), T response tokens of all rows in order, N tokens of the stream.
 """
 
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,14 +13,17 @@ from numpy.typing import NDArray
 from rlflow.batch import Packed, Sequences
 from rlflow.engines.base import Entropy, Head
 from rlflow.engines.causal_lm.host_arrays import to_device
-from rlflow.engines.causal_lm.packing import Index, pack
+from rlflow.engines.causal_lm.packing import Index, Stream, pack
 from rlflow.errors import EngineError
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from rlflow.engines.sharded.ulysses import Ulysses
+    from rlflow.engines.vision.base import Pixels
+    from rlflow.engines.vision.passes import Vision
 
 
 def compute_outputs(
@@ -30,6 +33,7 @@ def compute_outputs(
     temperature: float,
     entropy: Entropy = "unused",
     sharding: "Ulysses | None" = None,
+    vision: "Vision | None" = None,
 ) -> "tuple[Tensor, dict[str, Tensor]]":
     """Return what a loss is a function of, [T], float32, and columns in addition to the minibatch's.
 
@@ -39,7 +43,7 @@ def compute_outputs(
         return token_values(model, sequences, sharding), {}
     if head == "reward":
         return token_rewards(model, sequences, sharding), {}
-    scores = token_scores(model, sequences, temperature, entropy, sharding)
+    scores = token_scores(model, sequences, temperature, entropy, sharding, vision)
     return scores[:, 0], {"entropy": scores[:, 1]}
 
 
@@ -49,26 +53,31 @@ def token_scores(
     temperature: float,
     entropy: Entropy = "unused",
     sharding: "Ulysses | None" = None,
+    vision: "Vision | None" = None,
 ) -> "Tensor":
     """Return [T, 2], float32: the logprob of each response token, and the entropy of its distribution in nats.
 
     Logits are divided by ``temperature``. Entropies that are ``unused`` are zero.
 
-    Raises EngineError for a model whose logits are not the output of a single linear layer.
+    Raises EngineError for a model whose logits are not the output of a single linear layer, and for images that the
+    model cannot see.
     """
     from rlflow.engines.causal_lm.output_layer import scores_as_logits
 
-    inputs, predictors, tokens = _model_inputs(model, sequences, sharding)
+    passed = _prepare_pass(model, sequences, sharding, vision)
+    tokens = passed.tokens
     # The rollouts of a prompt share the predictor of their first token. Selecting each predictor once keeps gradients
     # reproducible: gradients of an index with repetitions are added up in any order.
-    unique, places = (to_device(x, model.device) for x in np.unique(predictors, return_inverse=True))
+    unique, places = (to_device(x, model.device) for x in np.unique(passed.predictors, return_inverse=True))
     ids = sequences.response_ids.values
     targets = to_device((ids if tokens is None else ids[tokens]).astype(np.int64), model.device)
     with scores_as_logits(model, places, targets, temperature, entropy) as computed:
-        scores: Tensor = model(**inputs, logits_to_keep=unique).logits
+        scores: Tensor = model(**passed.inputs, logits_to_keep=unique).logits
     if scores.data_ptr() != computed[0].data_ptr():
         name = type(getattr(model, "module", model)).__name__
         raise EngineError(f"a {name} changes its logits after its output layer, which is not supported.")
+    if passed.anchor is not None:
+        scores = scores + passed.anchor
     if sharding is None or tokens is None:
         return scores[0]
     return sharding.gather(scores[0], tokens, len(ids))
@@ -76,13 +85,13 @@ def token_scores(
 
 def token_values(model: "PreTrainedModel", sequences: Sequences, sharding: "Ulysses | None" = None) -> "Tensor":
     """Return [T], float32: the value head's output before each response token."""
-    inputs, predictors, tokens = _model_inputs(model, sequences, sharding)
+    passed = _prepare_pass(model, sequences, sharding)
     # The rollouts of a prompt share the predictor of their first token. Unlike index_select, indexing adds up the
     # gradients of repeated entries in a fixed order, on GPUs too.
-    values: Tensor = model(**inputs).logits[0, :, 0].float()[to_device(predictors, model.device)]
-    if sharding is None or tokens is None:
+    values: Tensor = model(**passed.inputs).logits[0, :, 0].float()[to_device(passed.predictors, model.device)]
+    if sharding is None or passed.tokens is None:
         return values
-    return sharding.gather(values, tokens, int(sequences.response_ids.offsets[-1]))
+    return sharding.gather(values, passed.tokens, int(sequences.response_ids.offsets[-1]))
 
 
 def token_rewards(model: "PreTrainedModel", sequences: Sequences, sharding: "Ulysses | None" = None) -> "Tensor":
@@ -114,20 +123,55 @@ def set_pad_token(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase"
     model.config.pad_token_id = None if pad == tokenizer.eos_token_id else pad
 
 
-def _model_inputs(
-    model: "PreTrainedModel", sequences: Sequences, sharding: "Ulysses | None"
-) -> "tuple[dict[str, object], Index, Index | None]":
-    """Return the arguments of the forward pass, the predictors on this rank, and which tokens those predict."""
+@dataclass(frozen=True, eq=False)
+class _Pass:
+    """A forward pass on this rank."""
+
+    inputs: dict[str, Any]
+    """The arguments of the model."""
+    predictors: Index
+    """The places on this rank from which response tokens are predicted."""
+    tokens: Index | None
+    """The numbers of the response tokens that these predict; None for all."""
+    anchor: "Tensor | None" = None
+    """Zero, to be added to the outputs: see ``EncodedImages``."""
+
+
+def _prepare_pass(
+    model: "PreTrainedModel", sequences: Sequences, sharding: "Ulysses | None", vision: "Vision | None" = None
+) -> _Pass:
     from rlflow.engines.causal_lm.attention import PackedLayout
 
-    stream, device, dtype = pack(sequences.prompt_ids, sequences.response_ids), model.device, model.dtype
+    device, dtype = model.device, model.dtype
+    stream = pack(sequences.prompt_ids, sequences.response_ids, sequences.images)
+    stream, pixels = place_images(stream, sequences.images, vision)
     shard, tokens = (stream, None) if sharding is None else sharding.shard(stream)
-    inputs: dict[str, object] = {
+    inputs: dict[str, Any] = {
         "input_ids": to_device(shard.ids, device)[None],
-        "position_ids": to_device(shard.positions, device)[None],
+        "position_ids": rotary_positions(shard, device),
         "layout": PackedLayout(stream, device, dtype)
         if sharding is None
         else sharding.attention_layout(stream, device, dtype),
         "use_cache": False,
     }
-    return inputs, shard.predictors, tokens
+    if vision is None:
+        return _Pass(inputs, shard.predictors, tokens)
+    encoded = vision.encode(model, stream, shard, pixels)
+    return _Pass({**inputs, **encoded.inputs}, shard.predictors, tokens, encoded.anchor)
+
+
+def place_images(stream: Stream, images: Packed | None, vision: "Vision | None") -> "tuple[Stream, list[Pixels]]":
+    """Return the stream with the places of its images, and their pixels. ``images`` are those of the packed rows.
+
+    Raises EngineError for images that the model cannot see.
+    """
+    if vision is not None:
+        return vision.place(stream, images)
+    if images is not None:
+        raise EngineError("the batch has images, which this model cannot see.")
+    return stream, []
+
+
+def rotary_positions(stream: Stream, device: "torch.device") -> "Tensor":
+    """Return the positions of a stream as models take them: [1, N], or [3, 1, N] for images in two dimensions."""
+    return to_device(stream.positions, device)[None] if stream.rope is None else to_device(stream.rope, device)[:, None]

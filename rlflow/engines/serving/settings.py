@@ -8,7 +8,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from rlflow.engines.base import EngineSpec
-from rlflow.engines.causal_lm.pretrained import load_model, load_tokenizer, loading_from, save_model
+from rlflow.engines.causal_lm.model_files import loading_from
+from rlflow.engines.causal_lm.pretrained import load_model, load_tokenizer, save_model
 from rlflow.engines.memory import forbid_expandable_segments
 from rlflow.errors import RecipeError
 from rlflow.resources.memory.phases import MAX_BATCHED_TOKENS, reserved_rank

@@ -97,8 +97,9 @@ def create_sharding(spec: EngineSpec, model: "PreTrainedModel") -> "Ulysses | No
         return None
     from rlflow.engines.sharded.ulysses import Ulysses
 
-    heads = model.config.num_attention_heads
-    key_heads = getattr(model.config, "num_key_value_heads", heads)
+    config = model.config.get_text_config()
+    heads = config.num_attention_heads
+    key_heads = getattr(config, "num_key_value_heads", heads)
     if not heads_divide(heads, key_heads, size) or spec.world_size % size:
         raise EngineError(
             f"role {spec.role}: sequence_parallel_size {size} does not divide {heads} attention heads "

@@ -68,6 +68,8 @@ def shard_stream(stream: Stream, rank: int, size: int) -> tuple[Stream, Index]:
         padded,
         ids=padded.ids[local],
         positions=padded.positions[local],
+        rope=None if padded.rope is None else padded.rope[:, local],
+        features=None if padded.features is None else padded.features[local],
         predictors=stream.predictors[tokens] // size,
     )
     return shard, tokens

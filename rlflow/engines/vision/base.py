@@ -7,12 +7,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rlflow.engines.causal_lm.model_files import check_folder, loading_from
+from rlflow.engines.causal_lm.new_configs import new_config, new_image_processor
 from rlflow.errors import RecipeError, first_line
 from rlflow.recipe import Model
 
@@ -84,7 +85,7 @@ class VisionFamily(ABC):
     def encoder_outputs(self, features: "list[Tensor]") -> Any:
         """Return features in the form in which a model takes them as ``mm_encoder_outputs["image"]``."""
 
-    def positions(self, ids: Ids, images: Sequence[Pixels]) -> NDArray[np.int64] | None:
+    def positions(self, ids: NDArray[np.integer[Any]], images: Sequence[Pixels]) -> NDArray[np.int64] | None:
         """Return the rotary positions [3, N] of an expanded prompt; None where they count tokens."""
         return None
 
@@ -99,11 +100,12 @@ class VisionFamily(ABC):
         size = self.config.vision_config.image_size
         return int(size if isinstance(size, int) else size[0])
 
-    def part_of(self, weight: str) -> Part:
+    @classmethod
+    def part_of(cls, weight: str) -> Part:
         """Return the part of the model that a weight belongs to."""
-        if weight.startswith(self.projector_prefixes):
+        if weight.startswith(cls.projector_prefixes):
             return "projector"
-        return "tower" if weight.startswith(self.tower_prefix) else "language"
+        return "tower" if weight.startswith(cls.tower_prefix) else "language"
 
     def _tokens_of(self, text: str) -> Ids:
         ids: Any = self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -117,31 +119,37 @@ def stack_tiles(model: Any, images: Sequence[Pixels]) -> "Tensor":
     return torch.from_numpy(np.concatenate([image.values for image in images])).to(model.device)
 
 
-def is_vision_type(model_type: str) -> bool:
-    """Return whether models of this type of transformers see images."""
-    return model_type in _FILES
+def find_family(model_type: str) -> type[VisionFamily] | None:
+    """Return the family of a type of models in transformers; None for those that read text alone, or are not known."""
+    file = _FILES.get(model_type)
+    return None if file is None else cast("type[VisionFamily]", import_module(f".{file}", __package__).FAMILY)
 
 
-def load_vision(name: str, model: Model, tokenizer: "PreTrainedTokenizerBase") -> VisionFamily:
+def load_vision(name: str, options: Model, tokenizer: "PreTrainedTokenizerBase") -> VisionFamily:
     """Load the family of ``models.<name>``, which needs no weights. Raises RecipeError for other models."""
+    where, path = f"models.{name}", options.path
+    if path is None:
+        assert options.architecture is not None
+        tower = options.architecture.vision
+        if tower is None:
+            raise RecipeError(f"{where}.architecture.vision", "is missing, and the data has images", fix="add it")
+        new_family = find_family(tower.model_type)
+        assert new_family is not None
+        return new_family(new_config(options, tokenizer), tokenizer, new_image_processor(tower))
     import transformers
 
-    where, path = f"models.{name}.path", model.path
-    assert path is not None
-    try:
-        config = transformers.AutoConfig.from_pretrained(path)
-    except Exception as error:  # transformers raises errors of many kinds for a damaged file
-        raise RecipeError(where, f"'{path}' cannot be loaded ({first_line(error)})") from None
-    file = _FILES.get(config.model_type)
-    if file is None:
+    check_folder(name, options)
+    with loading_from(name, path):
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=options.trust_remote_code)
+    family = find_family(config.model_type)
+    if family is None:
         fact = f"images are not supported for models of the type '{config.model_type}'"
-        raise RecipeError(where, fact, known=sorted(_FILES), fix="use a model of one of these types")
+        raise RecipeError(f"{where}.path", fact, known=sorted(_FILES), fix="use a model of one of these types")
     try:
         # The same pixels everywhere, whether torchvision is installed or not.
         image_processor = transformers.AutoImageProcessor.from_pretrained(path, backend="pil")
-    except Exception as error:  # as above
+    except Exception as error:  # transformers raises errors of many kinds for a damaged file
         fact = f"the image processor of '{path}' cannot be loaded ({first_line(error)})"
-        fix = "copy its preprocessor_config.json or processor_config.json" if Path(path).is_dir() else None
-        raise RecipeError(where, fact, fix=fix) from None
-    family: VisionFamily = import_module(f".{file}", __package__).FAMILY(config, tokenizer, image_processor)
-    return family
+        fix = "copy preprocessor_config.json or processor_config.json from the model's repository"
+        raise RecipeError(f"{where}.path", fact, fix=fix) from None
+    return family(config, tokenizer, image_processor)

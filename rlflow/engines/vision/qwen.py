@@ -49,7 +49,7 @@ class QwenVL(VisionFamily):
         whole, *layers = ([each] for each in features)
         return BaseModelOutputWithDeepstackFeatures(pooler_output=whole, deepstack_features=layers)
 
-    def positions(self, ids: Ids, images: Sequence[Pixels]) -> NDArray[np.int64]:
+    def positions(self, ids: NDArray[np.integer[Any]], images: Sequence[Pixels]) -> NDArray[np.int64]:
         """Return the positions of rows, columns and time: those of an image's tokens are its grid.
 
         Text after an image continues behind the largest of them.

@@ -6,13 +6,14 @@ from functools import cached_property
 from rlflow.errors import RecipeError
 from rlflow.resources.models.figures import NEEDS, Figures
 from rlflow.resources.models.layers import LayerKind, expert_parameters, layer_kinds, norm_parameters, traits_of
+from rlflow.resources.models.vision import check_tower
 
 # The model types that can start with random weights, and the figures that such a model has.
 _NEW_TYPES = ("llama", "qwen2", "qwen3")
 _NEW_FIGURES = (
     *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings", "tie_word_embeddings"),
-    *("rope_theta", "attention_bias"),
+    *("rope_theta", "attention_bias", "vision"),
 )
 
 
@@ -157,6 +158,8 @@ def check_new(figures: Figures, path: str) -> None:
         if field.name not in _NEW_FIGURES and getattr(figures, field.name) != field.default:
             fact = f"has no effect on random weights of the type '{figures.model_type}'"
             raise RecipeError(f"{path}.{field.name}", fact, known=_NEW_FIGURES, fix="remove it")
+    if figures.vision is not None:
+        check_tower(figures.vision, f"{path}.vision")
     if figures.head_dim % 2:
         fact = f"{figures.head_dim} is odd, and rotary position embeddings rotate pairs of values"
         raise RecipeError(f"{path}.head_dim", fact, fix=f"{path}.head_dim={figures.head_dim + 1}")

@@ -6,6 +6,7 @@ from typing import Annotated, Literal, get_args
 
 from annotated_types import Ge, Le, Unit
 
+from rlflow.resources.models.vision import VisionTower
 from rlflow.schema import Count, CountOrZero, Section
 
 ModelType = Literal[
@@ -166,6 +167,8 @@ class Figures(Section):
     """The width of embeddings that each layer has of its own."""
     encoder_parameters: Annotated[int, Ge(0), Le(2**53)] = 0
     """Parameters of encoders of images and sound, which stay frozen; not among those of the decoder."""
+    vision: VisionTower | None = None
+    """The tower of a model with random weights that reads images. Plans do not count it."""
 
     @cached_property
     def num_recurrent_layers(self) -> int:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.varlen_on_cpu import register_cpu_kernel
-from rlflow.batch import Packed, Sequences
+from rlflow.batch import Packed, Prompts, Sequences
 from rlflow.engines.base import Sampling
 from rlflow.engines.causal_lm import attention
 from rlflow.engines.causal_lm.compilation import checkpoint_layers
@@ -88,7 +88,9 @@ def test_no_slot_of_padding_is_anyones() -> None:
 
 
 def decoded(prompts: Packed, sampling: Sampling, merge_end_ids: Sequence[int] = (0,)) -> Any:
-    return decode(model(), prompts, sampling, list(range(len(prompts) * sampling.group_size)), merge_end_ids)
+    keys = np.array([(0, row, 0) for row in range(len(prompts))])
+    batch = Prompts(keys=keys, ids=prompts, rows=[{} for _ in keys])
+    return decode(model(), batch, sampling, list(range(len(prompts) * sampling.group_size)), merge_end_ids)
 
 
 def test_greedy_decoding_is_the_librarys() -> None:

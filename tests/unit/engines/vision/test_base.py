@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlflow.engines.vision.base import VisionFamily, is_vision_type, load_vision
+from rlflow.engines.vision.base import VisionFamily, find_family, load_vision
 from rlflow.errors import RecipeError
 from rlflow.recipe import Model
 from tests.vision_models import KINDS, encoded_picture, model_folder
@@ -98,7 +98,7 @@ def test_other_models_are_refused(tmp_path: Path) -> None:
     family = load_family("idefics3")
     with pytest.raises(RecipeError, match="images are not supported for models of the type 'llama'"):
         load_vision("policy", Model(path=str(tmp_path)), family.tokenizer)
-    assert not is_vision_type("llama")
+    assert find_family("llama") is None
 
 
 def test_a_model_without_its_image_processor_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,53 @@
+"""The figures of a model's image tower."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from rlflow.errors import RecipeError
+from rlflow.schema import Count, Section
+
+# Tokens for images in each type of model, the placeholder first.
+_TOKENS = {
+    "idefics3": ("<image>", "<fake_token_around_image>", "<global-img>"),
+    "internvl": ("<IMG_CONTEXT>", "<img>", "</img>", "<video>"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionTower(Section):
+    """The part of a new model that reads square images: a transformer over patches, four of which become one token."""
+
+    model_type: Literal["idefics3", "internvl"]
+    """The type of the whole model in transformers."""
+    hidden_size: Count
+    """The values that represent a patch between layers."""
+    intermediate_size: Count
+    """The width of an MLP."""
+    num_hidden_layers: Count
+    """The layers of the tower."""
+    num_attention_heads: Count
+    """The heads of its attention."""
+    image_size: Count
+    """The height and width to which images are scaled."""
+    patch_size: Count
+    """The height and width of a patch."""
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """Return the tokens for images, the placeholder first."""
+        return _TOKENS[self.model_type]
+
+    @property
+    def num_image_tokens(self) -> int:
+        """Return how many placeholders an image has."""
+        return (self.image_size // self.patch_size) ** 2 // 4
+
+
+def check_tower(tower: VisionTower, path: str) -> None:
+    """Check that a tower can be built from the figures at ``path``. Raises RecipeError."""
+    if tower.image_size % (2 * tower.patch_size):
+        fact = f"{tower.image_size} is no multiple of two patches of {tower.patch_size}"
+        raise RecipeError(f"{path}.image_size", fact, fix=f"a multiple of {2 * tower.patch_size}")
+    if tower.hidden_size % tower.num_attention_heads:
+        fact = f"{tower.num_attention_heads} does not divide hidden_size {tower.hidden_size}"
+        raise RecipeError(f"{path}.num_attention_heads", fact, fix="use a divisor")
