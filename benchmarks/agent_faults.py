@@ -43,8 +43,6 @@ OUTSIDE = ("kill worker", "stop worker", "kill endpoint", "stop endpoint", "inte
 INSIDE = ("raise", "exit", "sleep", "block", "disconnect")
 MODEL_S, LATEST_S = 0.02, 0.6
 LIMIT_S, LEFTOVER_S, SHARE = 150.0, 10.0, 0.9
-# An engine gives up when many of its endpoints have died.
-BATCHES_PER_ENGINE = 10
 SAMPLING = Sampling(max_tokens=600, temperature=1.0)
 
 
@@ -171,14 +169,12 @@ def measure(count: int, seed: int) -> dict[str, float]:
     random, figures, model = Random(seed), Counter[str](), SlowModel()
     kinds = list(islice(all_faults(random), count))
     with TemporaryDirectory() as folder:
-        before, engines = set(descendants(os.getpid())), list[AgentEngine]()
+        before = set(descendants(os.getpid()))
         firsts = range(0, count, AT_ONCE)
         batches = [Batch(number, kinds[first : first + AT_ONCE], random) for number, first in enumerate(firsts)]
         expected = undisturbed(batches, folder)
+        engines = [new_engine(model, folder) for _ in range(2)]
         for number, batch in enumerate(batches):
-            if number % BATCHES_PER_ENGINE == 0:
-                figures["leftovers"] += end(engines, before)
-                engines = [new_engine(model, folder) for _ in range(2)]
             started = time.monotonic()
             responses = run(engines, batch.samples, [fault for fault in batch.faults if fault in OUTSIDE], random)
             rows = [row for row, response in enumerate(responses) if not isinstance(response, Exception)]
@@ -192,7 +188,7 @@ def measure(count: int, seed: int) -> dict[str, float]:
             print(f"{', '.join(batch.faults)}: {seconds:.1f} s", flush=True)
             for error in (response for response in responses if isinstance(response, Exception)):
                 print(f"  {type(error).__name__}: {error}", flush=True)
-        figures["leftovers"] += end(engines, before)
+        figures["leftovers"] = end(engines, before)
     share = figures["replayed"] / max(1, figures["replayed"] + model.num_again)
     counts = {name: float(figures[name]) for name in ("hangs", "smaller_groups", "different", "leftovers")}
     return {"faults": float(count), **counts, "replayed_share": share}

@@ -4,10 +4,13 @@
 
 The recipes run in this process. Recipes of one task start from the same model, and ``sft`` starts from random weights.
 The table shows the held-out reward, or the accuracy on held-out pairs, before and after training for each seed; the
-smallest gain; the time of the longest run; and the longest time until an evaluation reached the required gain.
+smallest gain; the time of the longest run, without that of the recipe whose model it starts from; and the longest time
+until an evaluation reached the required gain.
 """
 
 import argparse
+import os
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -29,10 +32,13 @@ from rlflow.runtime.run import run
 ALGORITHMS = (
     *("sft", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "remax", "grpo_lora"),
     *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo", "distill", "dpo", "rm"),
-    # GRPO in turns with an environment, and on a task of a library.
-    *("calculator", "guessing", "reasoning_gym"),
+    # GRPO in turns with an environment, on a task of a library, and with agents.
+    *("calculator", "guessing", "reasoning_gym", "tools", "one_behind"),
 )
+_EXAMPLES = Path(__file__).parents[1] / "examples" / "verifiers"
+# The gain that is required of a recipe.
 _GAIN = 0.2
+_GAINS = {"reasoning_gym": 0.35, "tools": 0.9, "one_behind": 0.75}
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,16 @@ class Watch(Observer):
 
 
 def plan_of(algorithm: str, seed: int = 0) -> Plan:
-    return rlflow.compile(rlflow.load([f"recipe={algorithm}_tiny", f"seed={seed}"]), "local")
+    if algorithm != "one_behind":
+        return rlflow.compile(rlflow.load([f"recipe={algorithm}_tiny", f"seed={seed}"]), "local")
+    if str(_EXAMPLES) not in sys.path:  # here, and in processes that this one starts
+        sys.path.insert(0, str(_EXAMPLES))
+        os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+    return rlflow.compile(rlflow.load(["recipe=one_behind", f"seed={seed}"], _EXAMPLES), "local")
+
+
+def required_gain(algorithm: str) -> float:
+    return _GAINS.get(algorithm, _GAIN)
 
 
 def plans(folder: Path) -> Iterator[Plan]:
@@ -78,7 +93,9 @@ def learned(algorithm: str, seed: int) -> Learned:
         watch = Watch()
         report = run(plan, Path(folder) / "run", LocalRuntime(), [watch])
     (_, before), (_, after) = watch.evaluations[0], watch.evaluations[-1]
-    enough_s = next((seconds for seconds, figure in watch.evaluations if figure - before >= _GAIN), inf)
+    enough_s = next(
+        (seconds for seconds, figure in watch.evaluations if figure - before >= required_gain(algorithm)), inf
+    )
     return Learned(before, after, report.seconds, enough_s)
 
 
@@ -108,21 +125,21 @@ def main() -> int:
     options = parser.parse_args()
     only: Sequence[str] = options.only
     console = Console()
-    table = Table("recipe", "before", "after, by seed", "smallest gain", "seconds", f"to +{_GAIN}")
+    table = Table("recipe", "before", "after, by seed", "smallest gain", "seconds", "to the required gain")
     figures: dict[str, float] = {}
     for algorithm in only:
-        name = f"{algorithm}_tiny"
         runs = []
         for seed in range(options.seeds):
             runs.append(learned(algorithm, seed))
             last = runs[-1]
-            console.print(f"{name} seed={seed}: {last.before:.3f} to {last.after:.3f} in {last.seconds:.0f} s")
+            console.print(f"{algorithm} seed={seed}: {last.before:.3f} to {last.after:.3f} in {last.seconds:.0f} s")
         figures[f"gain_{algorithm}"] = gain = min(each.gain for each in runs)
         befores, afters = (", ".join(f"{getattr(each, at):.3f}" for each in runs) for at in ("before", "after"))
         longest, enough = (f"{max(getattr(each, at) for each in runs):.0f}" for at in ("seconds", "enough_s"))
-        table.add_row(name, befores, afters, f"{gain:.3f}", longest, enough)
+        table.add_row(algorithm, befores, afters, f"{gain:.3f}", longest, enough)
     console.print(table)
-    goals = {name: Goal(f"at least {_GAIN}", gain >= _GAIN) for name, gain in figures.items()}
+    required = {name: required_gain(name.removeprefix("gain_")) for name in figures}
+    goals = {name: Goal(f"at least {required[name]}", gain >= required[name]) for name, gain in figures.items()}
     return finish("algorithms", figures, goals, options.json)
 
 

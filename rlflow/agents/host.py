@@ -8,7 +8,7 @@ from shutil import rmtree
 from tempfile import mkdtemp
 from typing import Any
 
-from rlflow.agents.base import ModelService, ModelSpec
+from rlflow.agents.base import ModelService, ModelSpec, Outcome
 from rlflow.agents.endpoint.process import Endpoint
 from rlflow.agents.messages import CloseEpisode, EpisodeEnded, OpenEpisode, Refusal, Reply, StartEpisode
 from rlflow.agents.options import AgentOptions
@@ -18,7 +18,7 @@ from rlflow.errors import EngineError
 from rlflow.rewards.base import Row
 from rlflow.system.processes import num_own_cpus
 
-# Endpoints that may die before the engine gives up.
+# Endpoints that may die between two episodes that end, before the engine gives up.
 _MAX_ENDPOINTS = 20
 
 
@@ -55,7 +55,7 @@ class AgentHost:
         tokenizer.save_pretrained(folder)
         limits = options.max_tokens, options.turn_tokens
         self._model = ModelSpec(folder, "policy", *limits, options.template_options)
-        self.num_endpoints = 0
+        self.num_endpoints = self._num_lost = 0
         self._endpoint = self._start_endpoint()
         spec = AgentSpec(options.environment, options.options, options.timeout_s)
 
@@ -93,6 +93,8 @@ class AgentHost:
         """Take note of what workers say about their episodes."""
         for message in ended:
             self._pool.forget(message.episode)
+            if isinstance(message.outcome, Outcome):
+                self._num_lost = 0
 
     def check(self) -> bool:
         """Kill processes that hang, and return whether the endpoint has answered lately."""
@@ -107,13 +109,14 @@ class AgentHost:
 
     def replace_endpoint(self) -> None:
         """Start another endpoint, and other workers for those that call the dead one. Raises EngineError."""
+        self._num_lost += 1
+        if self._num_lost >= _MAX_ENDPOINTS:
+            raise EngineError(f"agents: the endpoint has died {self._num_lost} times before an episode ended.")
         self._endpoint = self._start_endpoint()
         self._pool.restart()
 
     def _start_endpoint(self) -> Endpoint:
         self.num_endpoints += 1
-        if self.num_endpoints > _MAX_ENDPOINTS:
-            raise EngineError(f"agents: the endpoint has died {_MAX_ENDPOINTS} times.")
         number, receive = self.num_endpoints, self._receive
         return Endpoint(self._model, receive, lambda reason: receive([EndpointDied(number)]))
 

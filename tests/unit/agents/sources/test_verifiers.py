@@ -25,6 +25,8 @@ from tests.unit.agents.scripted import ScriptedClient, play
 
 SUMS = "verifiers:example_taskset"
 GAME = "verifiers:example_game"
+LETTERS = "verifiers:one_behind"
+EXAMPLES = Path(__file__).parents[4] / "examples" / "verifiers"
 RENDERERS: dict[str, dict[str, Any]] = {
     "chats": {},
     "tokens": {"renderer": {"name": "qwen3", "enable_thinking": False}},
@@ -36,8 +38,9 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(autouse=True)
 def tasksets_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put the examples at the top level, where verifiers looks for tasksets, and its servers too."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=":")
+    for folder in (EXAMPLES, Path(__file__).parent):
+        monkeypatch.syspath_prepend(str(folder))
+        monkeypatch.setenv("PYTHONPATH", str(folder), prepend=":")
     monkeypatch.setenv("RLFLOW_API_KEY", "")
 
 
@@ -127,6 +130,21 @@ def test_episodes_earn_the_rewards_of_the_task(engine: ScriptedEngine, options: 
         assert outcome.metrics.items() >= {"is_right": is_right, "is_number": 0.5, "turns": 1, "tool_calls": 0}.items()
     assert len({call.episode for call in engine.calls}) == 8
     assert "[<|im_start|>]system\nAdd.[<|im_end|>]" in show(ids_of(engine.calls[0].prompt_ids))
+
+
+def test_right_replies_of_the_example_earn_their_share(engine: ScriptedEngine) -> None:
+    def one_behind(prompt: str) -> str:
+        letters = "".join(re.findall(r"user\n(?:\d\d: )?([a-z]+)", prompt))
+        return letters[-2]
+
+    def newest(prompt: str) -> str:
+        return str(re.findall(r"user\n(?:\d\d: .)?([a-z])", prompt)[-1])
+
+    chosen = rows(LETTERS)[:5]
+    assert [len(row["task"]["letters"]) for row in chosen] == [4] * 5
+    assert [outcome.reward for outcome in run(engine, one_behind, chosen, LETTERS)] == [1.0] * 5
+    [outcome] = run(engine, newest, [{"task": {"prompt": "42: kd", "letters": "kdda"}}], LETTERS)
+    assert outcome.reward == pytest.approx(1 / 3)
 
 
 @pytest.mark.parametrize("options", RENDERERS.values(), ids=RENDERERS)
