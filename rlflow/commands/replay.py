@@ -16,6 +16,8 @@ import numpy as np
 
 from rlflow.batch import RolloutAdvantages
 from rlflow.compiler.plan import Plan, read_plan
+from rlflow.data.images import images_by_digest
+from rlflow.data.loading import load_rows
 from rlflow.errors import EngineError, FileError, RecipeError, first_line, make_printable
 from rlflow.nodes.generate import Generate
 from rlflow.nodes.reward import Reward
@@ -70,9 +72,10 @@ def _find(plan: Plan, directory: Path, step: int | None) -> SkippedStep:
     folder = folders[max(folders) if step is None else step]
     _check_reason(folder / "reason.json")
     try:
-        return read_skipped(folder, plan.graph)
-    except EngineError:
-        raise  # for a batch of an older version, with a fix of its own
+        data = plan.recipe.data
+        return read_skipped(folder, plan.graph, lambda: images_by_digest(load_rows(data, "split")))
+    except (EngineError, RecipeError):
+        raise  # with a fix of its own, as for a batch of an older version
     except Exception as error:  # damaged files fail in many ways
         for file in sorted(folder.glob("*.npz")):
             _check_arrays(file)

@@ -83,6 +83,11 @@ def read_images(data: Data, rows: Rows) -> Rows:
     ]
 
 
+def images_by_digest(rows: Rows) -> dict[str, ImageSource]:
+    """Return all images of rows that ``read_images`` returned."""
+    return {image.digest: image for row in rows for image in row.get(IMAGES) or ()}
+
+
 def _folder_of(data: Data) -> Path | None:
     """Return the folder that images may lie in: that of a data set on this machine."""
     path = Path(os.path.expanduser(data.source))

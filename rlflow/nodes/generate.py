@@ -1,7 +1,8 @@
 """Generation of responses: in one piece, or in turns with an environment."""
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 from annotated_types import Ge, Le
 
@@ -77,6 +78,12 @@ class Generate(Node, kind="generate", unit="sample"):
         if batch_size * self.group_size > MAX_ROWS:
             fact = f"{self.group_size} responses to each of {batch_size} prompts are more than {MAX_ROWS}"
             raise GraphError(f"{view.path}.group_size", fact, fix="smaller groups, or a smaller data.batch_size")
+
+    def check_rows(self, rows: Sequence[Mapping[str, Any]], where: str) -> Iterable[str]:
+        if self.sampling.turns is not None and any(row.get("images") for row in rows):
+            fact = f"rows of {where} have images, which models read only in prompts without an environment or an agent"
+            raise RecipeError("node", fact, fix="node: generate")
+        return ()
 
     def run(self, engine: Generates, prompts: Prompts) -> Rollouts:
         return engine.generate(prompts, self.sampling)

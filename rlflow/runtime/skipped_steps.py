@@ -1,23 +1,26 @@
 """Steps that a run skips because their values are not finite, and their batches in the run's folder.
 
 A batch holds what was on the edges of the graph when the step ended: the inputs of the nodes that had not run, and the
-output or the inputs of the node that failed. Rows of the data set are left out, and ``rlflow replay`` needs none.
+output or the inputs of the node that failed. Rows of the data set are left out, and ``rlflow replay`` needs none. Of
+images, only the digests are saved: ``rlflow replay`` reads the images in the data set again.
 """
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rlflow.batch import Batch, Examples, Packed, Pairs, Prompts
+from rlflow.batch import Batch, Examples, Packed, Pairs, Prompts, image_digests, pack_images
 from rlflow.batch.files import read_fields, write_fields
 from rlflow.compiler.graph import Graph
 from rlflow.compiler.plan import Plan
-from rlflow.errors import EngineError, NotFiniteError
+from rlflow.data.images import ImageSource
+from rlflow.errors import EngineError, NotFiniteError, RecipeError
 from rlflow.runtime.protocols import Engines, Observer
 from rlflow.system.atomic_folder import remove_folder, write_folder
 
@@ -82,6 +85,8 @@ class BatchWriter:
     def write(self, file: str, batch: Batch, names: Sequence[str]) -> None:
         """Write these fields of a batch to ``file``, unless one of them is neither an array nor JSON."""
         values = {name: getattr(batch, name) for name in names}
+        if values.get("images") is not None:
+            values["images"] = image_digests(values["images"])
         try:
             write_fields(Path(file), {**values, **({"texts": list(values["texts"])} if "texts" in values else {})})
         except TypeError:
@@ -105,17 +110,25 @@ def skipped_folders(directory: Path) -> list[Path]:
     return sorted(folder for folder in (directory / "skipped").glob("step-*") if _NAME.fullmatch(folder.name))
 
 
-def read_skipped(folder: Path, graph: Graph) -> SkippedStep:
-    """Return the skipped step in ``folder``, of a run with this ``graph``. Rows of the data set are empty."""
+def read_skipped(
+    folder: Path, graph: Graph, load_images: Callable[[], Mapping[str, ImageSource]] = dict
+) -> SkippedStep:
+    """Return the skipped step in ``folder``, of a run with this ``graph``. Rows of the data set are empty.
+
+    ``load_images`` returns the images of the data set, by digest. Raises RecipeError if one is missing.
+    """
+    known_images = cache(load_images)
     reason = json.loads((folder / _REASON).read_text())
     kinds = _output_types(graph)
     files = {file.stem: file for file in sorted(folder.glob("*.npz"))}
-    edges = {name: _read(file, kinds[name]) for name, file in files.items() if name in kinds}
+    edges = {name: _read(file, kinds[name], known_images) for name, file in files.items() if name in kinds}
     return SkippedStep(int(folder.name.removeprefix("step-")), reason["node"], reason["reason"], edges)
 
 
-def _read(file: Path, kind: type) -> Batch:
+def _read(file: Path, kind: type, known_images: Callable[[], Mapping[str, ImageSource]]) -> Batch:
     values = read_fields(file)
+    if values.get("images") is not None:
+        values["images"] = _images(list(map(tuple, values["images"])), known_images())
     count = len(values[fields(kind)[0].name])
     empty = {
         "rows": tuple({} for _ in range(count)),
@@ -124,6 +137,16 @@ def _read(file: Path, kind: type) -> Batch:
     missing = {field.name for field in fields(kind)} - values.keys()
     batch: Batch = kind(**values, **{name: empty[name] for name in missing & empty.keys()})
     return batch
+
+
+def _images(digests: Sequence[tuple[str, ...]], known: Mapping[str, ImageSource]) -> Packed:
+    """Return the images of each row. Rows with the same ones share them."""
+    numbers = {row: number for number, row in enumerate(dict.fromkeys(digests))}
+    if missing := [digest for row in numbers for digest in row if digest not in known]:
+        fact = f"the data has {len(missing)} images of the step no more ({missing[0]})"
+        raise RecipeError("data.source", fact, fix="restore the rows and images of the run")
+    images = pack_images([[known[digest].read() for digest in row] for row in numbers])
+    return images.take(np.array([numbers[row] for row in digests], np.int64))
 
 
 def _saved_fields(kind: type) -> list[str]:

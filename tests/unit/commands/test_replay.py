@@ -1,6 +1,7 @@
 """Replays of runs with damaged files: each is named, and nothing that a file holds changes the terminal."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +9,16 @@ import numpy as np
 import pytest
 
 import rlflow
+from rlflow.batch import Prompts, images_of, pack_images
 from rlflow.cli import run_subcommand
 from rlflow.commands.replay import replay
 from rlflow.compiler.plan import Plan, write_plan
+from rlflow.data.digits import digits
+from rlflow.data.images import images_by_digest, read_images
+from rlflow.errors import RecipeError
+from rlflow.runtime.skipped_steps import BatchWriter, read_skipped
 from tests.conftest import CONFIG_DIR
-from tests.helpers import load
+from tests.helpers import load, prompts
 
 FIX = "another step (--step N), or the folder of another run"
 REASON = json.dumps({"node": "update", "reason": "the loss is nan"})
@@ -74,6 +80,24 @@ def test_arrays_of_other_fields(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert run_subcommand("replay", [str(tmp_path)]) == 2
     fact = "expected batches of this run's plan, found other fields (KeyError: 'other')"
     assert capsys.readouterr().err == f"FileError: {folder}: {fact}.\n  Fix: {FIX}.\n"
+
+
+def test_images_are_saved_by_digest_and_read_in_the_data_again(tmp_path: Path, plan: Plan) -> None:
+    folder = write_skipped(tmp_path, plan)
+    sources = list(images_by_digest(read_images(plan.recipe.data, digits("test"))).values())[:3]
+    images = pack_images([[sources[0].read()], [], [sources[2].read(), sources[1].read()]])
+    batch = replace(prompts(), images=images).repeat(2)
+    BatchWriter().write(str(folder / "prompts.npz"), batch, ["keys", "ids", "images"])
+    content = (folder / "prompts.npz").read_bytes()
+    assert sources[1].digest.encode() in content
+    assert sources[1].read().encoded[-40:] not in content
+    known = {source.digest: source for source in sources}
+    again = read_skipped(folder, plan.graph, lambda: known).edges["prompts"]
+    assert isinstance(again, Prompts)
+    assert again.images is not None
+    assert [images_of(again.images, row) for row in range(6)] == [images_of(images, row // 2) for row in range(6)]
+    with pytest.raises(RecipeError, match="the data has 3 images of the step no more"):
+        read_skipped(folder, plan.graph)
 
 
 def test_an_invalid_plan_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], plan: Plan) -> None:

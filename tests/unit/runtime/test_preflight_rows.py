@@ -91,3 +91,10 @@ def test_rows_that_may_be_left_out_are_a_warning() -> None:
 def test_a_column_that_a_function_takes_and_does_not_read_may_be_missing(function: str, style: Any) -> None:
     term = RewardTerm(function=f"{FUNCTIONS}:{function}", style=style)
     assert check_rows(plan_of(part=term), [{"prompt": "1"}], {}) == []
+
+
+def test_images_are_refused_before_a_conversation() -> None:
+    row = {**RIGHT, "images": ("an image",)}
+    assert check_rows(PLAN, [row], {}) == []
+    plan = rlflow.compile(load("recipe=calculator_tiny"), "1x1@cpu")
+    assert refused(plan, [{**RIGHT, "images": ()}, row]).startswith("graph.rollouts.node: rows of 'train' of ")
