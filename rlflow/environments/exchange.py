@@ -2,11 +2,12 @@
 
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
+from secrets import token_hex
 from typing import Any, Literal
 
 from rlflow.batch import Rollouts
 from rlflow.engines.base import Sampling
-from rlflow.environments.options import TurnOptions
+from rlflow.environments.options import CHAT_FRAME, TurnOptions
 from rlflow.environments.transcript import Transcript, piece_of
 from rlflow.environments.turn import TurnResult
 from rlflow.errors import EnvironmentFailedError, RecipeError, first_line
@@ -15,6 +16,7 @@ from rlflow.rewards.pool import ProcessPool
 from rlflow.system.processes import num_own_cpus
 
 Answer = TurnResult | Failure
+_FIX_FRAME = "write the text around an answer, with {} in its place"
 Answered = tuple[Transcript, Answer]
 
 
@@ -25,7 +27,8 @@ class Exchange:
         """Start the environment. ``tokenizer`` is that of the engine. Raises RecipeError and EngineError."""
         self._options, self._tokenizer = options, tokenizer
         self._stop_ids = tuple(self._stop_token(text) for text in options.stop)
-        self._before, self._after = self._tokenize(options.frame.split("{}"))
+        frame = _chat_frame(tokenizer) if options.frame == CHAT_FRAME else options.frame.split("{}")
+        self._before, self._after = self._tokenize(frame)
         specs = {options.environment: options.environment_spec}
         self._pool = ProcessPool(specs, options.processes or num_own_cpus())
 
@@ -97,6 +100,27 @@ class Exchange:
                 "stop", f"expected a single token, got {text!r}, which is {len(ids)}", fix="a text that is one token"
             )
         return ids[0]
+
+
+def _chat_frame(tokenizer: Any) -> list[str]:
+    """Return what a chat template has before and after an answer, from the end of the model's turn to its next one."""
+    reply, answer = token_hex(8), token_hex(8)
+    messages = [("user", "?"), ("assistant", reply), ("user", answer)]
+    try:
+        text: str = tokenizer.apply_chat_template(
+            [{"role": role, "content": content} for role, content in messages],
+            tokenize=False,
+            add_generation_prompt=True,
+        )
+    except Exception as error:  # a template may raise anything, and a tokenizer has none
+        fact = f"the tokenizer's chat template cannot be used ({first_line(error)})"
+        raise RecipeError("frame", fact, fix=_FIX_FRAME) from None
+    between = text.partition(reply)[2]
+    end = str(tokenizer.eos_token)
+    if not between.startswith(end) or between.count(answer) != 1:
+        fact = f"the tokenizer's chat template does not end the assistant's turn with '{end}', and then show the user's"
+        raise RecipeError("frame", fact, fix=_FIX_FRAME)
+    return between.removeprefix(end).split(answer)
 
 
 def failure_reason(environment: str, on_failure: Literal["stop", "exclude"], failure: Failure) -> str:

@@ -7,6 +7,8 @@ from typing import Any, Literal
 from rlflow.environments.turn import EnvironmentSpec
 from rlflow.schema import Count, Seconds, Section, Text
 
+CHAT_FRAME = "chat"
+
 
 @dataclass(frozen=True, kw_only=True)
 class TurnOptions(Section):
@@ -25,8 +27,8 @@ class TurnOptions(Section):
     stop: tuple[Text, ...] = ()
     """Texts that end a turn, each a single token, as the model's own end token does."""
     frame: str = "{}"
-    """The text around the environment's answer, which stands in the place of the braces: the role markers of a chat
-    template."""
+    """The text around the environment's answer, which stands in the place of the braces; or ``chat``: what the model's
+    chat template has around a message of the user after one of the assistant."""
     processes: Count | None = None
     """The worker processes of the environment beside each engine; by default one for each of the engine's CPUs. An
     environment that waits for a service needs more: each process makes one call at a time."""

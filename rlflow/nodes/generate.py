@@ -10,7 +10,7 @@ from rlflow.batch import MAX_ROWS, Conversations, Prompts, Rollouts
 from rlflow.engines.base import Generates, Sampling
 from rlflow.environments.base import load_environment
 from rlflow.environments.conversations import EnvironmentTurns
-from rlflow.environments.options import TurnOptions
+from rlflow.environments.options import CHAT_FRAME, TurnOptions
 from rlflow.errors import GraphError, RecipeError
 from rlflow.nodes.alarms import NO_RESPONSE_ENDS
 from rlflow.nodes.base import Headline, Node, NodeView
@@ -129,8 +129,13 @@ class Converse(TurnOptions, Generate, kind="converse", unit="sample"):
         if self.turn_tokens == self.max_tokens and self.max_turns > 1:
             fact = f"{self.turn_tokens} is all of max_tokens, so that no conversation has a second turn"
             raise RecipeError("turn_tokens", fact, fix=f"{fix}, or max_turns=1")
-        if self.frame.count("{}") != 1:
-            raise RecipeError("frame", f"expected one '{{}}', got {self.frame!r}", fix="frame: '{}'")
+        if self.frame == CHAT_FRAME:
+            if self.stop:
+                fact = "a turn of a chat ends with the model's own end token, not with other texts"
+                raise RecipeError("stop", fact, fix="leave stop out, or write the frame")
+        elif self.frame.count("{}") != 1:
+            fact = f"expected 'chat' or one '{{}}', got {self.frame!r}"
+            raise RecipeError("frame", fact, fix="frame: '{}'")
 
     def check_host(self) -> None:
         ProcessPool({self.environment: self.environment_spec}).stop()

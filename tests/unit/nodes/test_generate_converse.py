@@ -17,6 +17,7 @@ from rlflow.nodes.advantages import TeacherAdvantage
 from rlflow.nodes.generate import Converse, Generate
 from rlflow.nodes.reward import Reward, SummedRewards
 from rlflow.nodes.scoring import RewardModel
+from rlflow.recipe import Model
 from rlflow.rewards.callables import RewardTerm
 from tests.helpers import MODEL, keys, prompts, spec
 from tests.unit.environments import echo
@@ -216,6 +217,17 @@ def test_what_looks_like_a_special_token_is_text() -> None:
     assert out.response_ids[0].tolist() == [*encoded("1|"), END, *(token for (token,) in said), PLUS, *encoded("3|")]
 
 
+def test_a_chat_model_reads_answers_as_messages_of_the_user() -> None:
+    chat = load_tokenizer("policy", Model(random_weights=True, tokenizer="bytes"))
+    engine = Scripted(["1|", "9|"], ["9|"])
+    engine.tokenizer = chat
+    out = conversations(engine, converse(frame="chat", max_tokens=60))
+    answer = chat("\n<|im_start|>user\n1<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
+    assert out.response_ids[0].tolist() == [*encoded("1|"), *answer, *encoded("9|")]
+    with pytest.raises(RecipeError, match=r"^frame: the tokenizer's chat template cannot be used"):
+        conversations(Scripted(["1|", "9|"]), converse(frame="chat"))
+
+
 def test_what_the_tokenizer_does_not_know() -> None:
     with pytest.raises(RecipeError, match=r"^environment: the tokenizer refuses the output of '.*Echo'"):
         conversations(Scripted(["1|", "9|"]), converse(frame="<{}>"))
@@ -228,7 +240,8 @@ def test_what_the_tokenizer_does_not_know() -> None:
     [
         ({"turn_tokens": 21}, "turn_tokens: 21 is more than max_tokens, which is 20"),
         ({"turn_tokens": 20}, "turn_tokens: 20 is all of max_tokens, so that no conversation has a second turn"),
-        ({"frame": "="}, "frame: expected one '{}', got '='"),
+        ({"frame": "="}, "frame: expected 'chat' or one '{}', got '='"),
+        ({"frame": "chat", "stop": ("+",)}, "stop: a turn of a chat ends with the model's own end token"),
         ({"environment": "calc"}, "environment: no environment 'calc'"),
         ({"options": {"loud": True}}, "options.loud: unknown key"),
     ],
