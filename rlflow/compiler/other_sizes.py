@@ -168,7 +168,8 @@ def _pinned(demand: Demand, layout: Layout, workload: Workload) -> Demand:
         if name in demand.parallel:
             field = f"{name}_parallel_size"
             pins = replace(pins, **{field: getattr(layout, field)})
-    for field in ("zero_stage", "offload"):
+    is_sharded_by_torch = "replicate" in demand.parallel
+    for field in ("num_replicas",) if is_sharded_by_torch else ("zero_stage", "offload"):
         if (value := getattr(layout, field)) is not None:
             pins = replace(pins, **{field: value})
     return replace(

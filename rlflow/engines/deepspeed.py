@@ -5,15 +5,14 @@ from dataclasses import replace
 from math import inf, isfinite
 from typing import TYPE_CHECKING, Any
 
-from rlflow.batch import Sequences
 from rlflow.engines.base import ALL_TRANSPORTS, EngineKind, EngineSpec
-from rlflow.engines.causal_lm.micro_batches import Index, build_equal_micro_batches
-from rlflow.engines.causal_lm.totals import LossTotals, weighted_means
-from rlflow.engines.sharded.cpu_offload import OffloadedMemory, optimizer_tensors, weight_tensors
+from rlflow.engines.causal_lm.adapters import add_adapters
+from rlflow.engines.sharded.cpu_offload import optimizer_tensors, weight_tensors
+from rlflow.engines.sharded.engine import ShardedEngine
 from rlflow.engines.sharded.loading import load_sharded
 from rlflow.engines.sharded.process_group import set_timeouts, wait_for_files
 from rlflow.engines.sharded.settings import TRAINING_MEMORY, deepspeed_config, init_deepspeed
-from rlflow.engines.trainer import TrainingEngine
+from rlflow.engines.sharded.trained_state import TrainedState
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,12 +21,11 @@ if TYPE_CHECKING:
 _GATHERED_BYTES = 256 * 2**20
 
 
-class DeepSpeedEngine(TrainingEngine):
-    """The engine for models whose state is sharded over several GPUs.
+class DeepSpeedEngine(ShardedEngine):
+    """The engine whose state is sharded, and on demand offloaded, by DeepSpeed.
 
-    Each rank has its share of the rows. ZeRO shards the optimizer's state (1), also the gradients (2), and also the
-    weights (3). bfloat16 weights have float32 masters. A role that is not trained has no optimizer, and only ZeRO 3
-    shards it. Sequence-parallel ranks are neighbours with the same rows, and each computes on a part of their tokens.
+    ZeRO shards the optimizer's state (1), also the gradients (2), and also the weights (3). bfloat16 weights have
+    float32 masters. A role that is not trained has no optimizer, and only ZeRO 3 shards it.
     """
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -38,11 +36,11 @@ class DeepSpeedEngine(TrainingEngine):
         model = load_sharded(spec, self._config)
         # Ranks read at different speeds, and DeepSpeed's first collective has torch's default time-out.
         wait_for_files()
+        add_adapters(model, spec)
         self._use_model(model)
         self._engine: Any = self._initialize() if self._trains or self._stage == 3 else None
         if self._engine is not None:
             self._called_model, self._optimizer = self._engine, self._engine.optimizer
-        self._offloaded_weights, self._offloaded_state = OffloadedMemory(self._device), OffloadedMemory(self._device)
         if self._trains:
             self._check_weights("after loading")
         set_timeouts(spec)
@@ -54,28 +52,13 @@ class DeepSpeedEngine(TrainingEngine):
         optimizer = self._build_optimizer(trainable) if self._trains else None
         return deepspeed.initialize(model=self._model, optimizer=optimizer, config=self._config)[0]
 
-    def _cut(self, sequences: Sequences) -> tuple[list[Index], int]:
-        """Return as many micro-batches on every rank."""
-        return build_equal_micro_batches(sequences, self._spec.layout.micro_batch_tokens)
-
     def _backward(self, total: "Tensor", *, is_last: bool) -> None:
         """Leave the gradients in DeepSpeed's buffers."""
         self._engine.set_gradient_accumulation_boundary(is_last)
         # DeepSpeed averages the ranks' gradients, but this loss is a sum over the ranks.
         self._engine.backward(total * self._spec.world_size)
 
-    def _step(self, totals: LossTotals) -> tuple[dict[str, float], float]:
-        means = weighted_means(self._sum_over_ranks(totals.sums))
-        # Without a finite loss no gradient is, and DeepSpeed drops them only in its step.
-        norm = self._clip_and_step()
-        totals.check(means["loss"], self._gather_problems)
-        return means, norm
-
     def _clip_and_step(self) -> float:
-        """Clip the gradients and step; return their norm before clipping.
-
-        Where the norm is not finite, all ranks drop the gradients, and weights and optimizer stay as they are.
-        """
         import torch
 
         limit = self._spec.optimizer.max_grad_norm
@@ -92,22 +75,8 @@ class DeepSpeedEngine(TrainingEngine):
             self._engine.zero_grad()
         return norm
 
-    def _gather_problems(self, problem: str | None) -> list[str | None]:
-        """Return the problem that each rank found."""
-        import torch
-
-        problems: list[str | None] = [None] * self._spec.world_size
-        torch.distributed.all_gather_object(problems, problem)
-        return problems
-
-    def _sum_over_ranks(self, sums: dict[str, float]) -> dict[str, float]:
-        """Sum over all shares of the data, each of which sequence-parallel ranks count several times."""
-        import torch
-
-        totals = torch.tensor(list(sums.values()), dtype=torch.float64, device=self._device)
-        torch.distributed.all_reduce(totals)
-        totals /= self._spec.layout.sequence_parallel_size
-        return dict(zip(sums, totals.tolist(), strict=True))
+    def _trained_state(self) -> TrainedState:
+        return TrainedState(self._spec, self._trained_weights(), self._optimizer, self._stage)
 
     @staticmethod
     def _local_values(weight: Any) -> "Tensor":
@@ -119,37 +88,15 @@ class DeepSpeedEngine(TrainingEngine):
         # The padding after the last value of the last shard is uninitialized memory.
         return shard[: max(0, weight.ds_numel - shard.numel() * weight.ds_zero_partition_rank)]
 
-    def release_memory(self) -> None:
-        """Release the memory that torch caches, and the weights that ZeRO 3 has left gathered."""
-        self._drop_gathered()
-        super().release_memory()
-
     def _drop_gathered(self) -> None:
         if self._stage == 3:
             self._engine.empty_partition_cache()
 
-    def sleep(self, discard_weights: bool = False) -> None:
-        """Move weights and optimizer state to the host; on a CPU there is no memory to release."""
-        assert not discard_weights, "no weight sync replaces the weights of this engine"
-        if self._device.type == "cuda":
-            self._drop_gathered()
-            self._offload()
-            super().release_memory()
+    def _weight_tensors(self) -> "Iterator[Tensor]":
+        return weight_tensors(self._model)
 
-    def wake(self, weights_only: bool = False) -> None:
-        """Move them back; with ``weights_only`` the optimizer's state is on the host afterwards, wherever it was."""
-        if weights_only:
-            # The state includes views of the weights, so both are offloaded before the weights return.
-            self.sleep()
-        self._offloaded_weights.restore()
-        if not weights_only:
-            self._offloaded_state.restore()
-
-    def _offload(self) -> None:
-        if not self._offloaded_weights.num_bytes:
-            self._offloaded_weights.offload(weight_tensors(self._model))
-        if not self._offloaded_state.num_bytes:
-            self._offloaded_state.offload(optimizer_tensors(self._optimizer))
+    def _state_tensors(self) -> "Iterator[Tensor]":
+        return optimizer_tensors(self._optimizer)
 
     def _gather(self, weights: "Mapping[str, Tensor]") -> "Iterator[tuple[str, Tensor]]":
         """Yield the full values, gathered group by group: a tensor is valid until the next one is requested."""

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from rlflow.batch import Minibatch
 from rlflow.engines.base import ALL_TRANSPORTS, TORCH_TRAINING, EngineKind, EngineSpec, TokenLoss
+from rlflow.engines.causal_lm.adapters import add_adapters
 from rlflow.engines.causal_lm.pretrained import load_model
 from rlflow.engines.causal_lm.totals import LossTotals, weighted_means
 from rlflow.engines.sharded.process_group import join_process_group, set_timeouts
@@ -34,7 +35,9 @@ class TorchEngine(TrainingEngine):
             join_process_group(spec)
         dtype = getattr(torch, spec.model.dtype)
         in_fp32 = self._trains and not spec.lora
-        self._use_model(load_model(spec, dtype=torch.float32 if in_fp32 else dtype))
+        model = load_model(spec, dtype=torch.float32 if in_fp32 else dtype)
+        add_adapters(model, spec)
+        self._use_model(model)
         if spec.world_size > 1:
             set_timeouts(spec)
         self._masters: dict[str, Parameter] = {}

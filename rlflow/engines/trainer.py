@@ -12,7 +12,6 @@ from rlflow.batch import Logprobs, Metrics, Minibatch, Packed, Rewards, Sequence
 from rlflow.batch.segments import unfold
 from rlflow.engines.base import EngineSpec, Entropy, TokenLoss, choose_head
 from rlflow.engines.causal_lm.adapters import (
-    add_adapters,
     is_adapter,
     merge_adapter,
     save_adapters,
@@ -64,12 +63,11 @@ class TrainingEngine(TunableEngine, ProfiledEngine, ABC):
         self._device = torch.device(spec.device)
 
     def _use_model(self, model: "PreTrainedModel") -> None:
-        """Add what the spec asks for to the loaded model."""
+        """Take a loaded model, which has its adapters, and prepare it as the spec asks."""
         from rlflow.engines.causal_lm.compilation import checkpoint_layers, compile_layers, pays_to_compile
 
         spec = self._spec
         self._model = self._called_model = model
-        add_adapters(model, spec)
         self._tokenizer = load_tokenizer(spec.model_name, spec.model)
         self._vision = load_eyes(spec, model, self._tokenizer)
         if spec.layout.gradient_checkpointing:

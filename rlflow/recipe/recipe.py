@@ -84,7 +84,7 @@ class Role(Resources):
     model: str
     """A name under ``models``."""
     engine: str
-    """The library that runs the model: ``deepspeed``, ``torch``, ``transformers`` or ``vllm``."""
+    """The library that runs the model: ``deepspeed``, ``fsdp``, ``torch``, ``transformers`` or ``vllm``."""
     follows: str | None = None
     """The trained role whose weights this role receives after every step."""
     optimizer: Optimizer | None = None

@@ -200,7 +200,10 @@ def describe_layout(layout: Layout) -> str:
         ("sp", layout.sequence_parallel_size),
     )
     words = [f"{name} {size}" for name, size in degrees if size > 1] or ["1 worker"]
-    if layout.zero_stage is not None:
+    if layout.num_replicas is not None:
+        words.append("sharded" if layout.zero_stage else "whole")
+        words += [f"{layout.num_replicas} replicas"] * (layout.num_replicas > 1)
+    elif layout.zero_stage is not None:
         words.append(f"zero {layout.zero_stage}")
     if layout.offload not in (None, "none"):
         words.append(f"offload {layout.offload}")

@@ -24,7 +24,7 @@ class Demand:
     role: str
     engine: str
     parallel: frozenset[str]
-    """The ways in which the engine can be parallel: tensor, pipeline, data, sequence."""
+    """The ways in which the engine can be parallel: tensor, pipeline, data, sequence, replicate."""
     job: RoleJob
     architecture: Architecture | None
     """None for a model whose figures are not known."""
@@ -100,8 +100,9 @@ class Demand:
         serves, trains = self.job == "serve", self.job == "train"
         sharded = not serves and "data" in self.parallel
         for field, has in (
-            ("zero_stage", sharded),
-            ("offload", sharded),
+            ("zero_stage", sharded and "replicate" not in self.parallel),
+            ("offload", sharded and "replicate" not in self.parallel),
+            ("num_replicas", sharded and "replicate" in self.parallel),
             ("gradient_checkpointing", trains),
             ("kept_layers", trains),
             ("gpu_memory_utilization", serves and "tensor" in self.parallel),

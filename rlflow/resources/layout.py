@@ -32,6 +32,9 @@ class Resources(Section):
     """Ranks or engines that each work on their own part of a batch."""
     sequence_parallel_size: Count | Auto = "auto"
     """GPUs of one host that divide the tokens of each sequence among them."""
+    num_replicas: Count | Auto = "auto"
+    """Copies of a sharded model, each on its part of the data-parallel ranks: with one per host, weights are gathered
+    inside hosts."""
     zero_stage: Annotated[int, Ge(0), Le(3)] | Auto = "auto"
     """The state that ranks divide among them: 0 nothing, 1 the optimizer state, 2 also gradients, 3 also weights."""
     offload: Offload | Auto = "auto"
@@ -66,6 +69,10 @@ class Layout:
     data_parallel_size: int = 1
     sequence_parallel_size: int = 1
     expert_parallel_size: int = 1
+    num_replicas: int | None = None
+    """Copies of the sharded state among the data-parallel ranks."""
+    reduces_once: bool = False
+    """Ranks keep the gradients of all weights until the last pass of a step, and reduce them once."""
     zero_stage: int | None = None
     offload: Offload | None = None
     micro_batch_tokens: int
@@ -88,6 +95,11 @@ class Layout:
     def num_gpus(self) -> int:
         """Return the number of GPUs that the role uses."""
         return self.data_parallel_size * self.group_size
+
+    @property
+    def num_shards(self) -> int:
+        """Return the number of parts into which the state is divided where it is sharded."""
+        return self.data_parallel_size * self.sequence_parallel_size // (self.num_replicas or 1)
 
     @property
     def group_size(self) -> int:

@@ -65,6 +65,11 @@ NAMES: dict[str, list[tuple[str, str, str | None]]] = {
         ("torch", "_C._distributed_c10d.TCPStore", None),
         ("torch.distributed.distributed_c10d", "_world.pg_map", None),
         ("torch.distributed.distributed_c10d", "_set_pg_timeout", "timeout group"),
+        (
+            "torch.distributed.tensor._utils",
+            "compute_local_shape_and_global_offset",
+            "global_shape mesh placements skip_offset",
+        ),
     ],
     "transformers": [
         ("transformers.modeling_utils", "load_state_dict", None),
@@ -72,6 +77,18 @@ NAMES: dict[str, list[tuple[str, str, str | None]]] = {
             "transformers.modeling_utils",
             "_load_state_dict_into_zero3_model",
             "model_to_load state_dict load_config",
+        ),
+        ("transformers", "PreTrainedModel._init_weights", "self module"),
+        ("transformers.modeling_utils", "get_model_conversion_mapping", None),
+        (
+            "transformers.distributed.mixin",
+            "DistributedMixin.prepare_distribute_model",
+            "distributed_config device_map",
+        ),
+        (
+            "transformers.distributed.mixin",
+            "DistributedMixin.maybe_distribute_model",
+            "model distributed_config mesh_manager",
         ),
     ],
     "vllm": [

@@ -40,6 +40,13 @@ CHECKS = (
         seconds=90,
         options={"engine": "torch"},
     ),
+    Check(
+        title="Update by FSDP",
+        function="updates:update",
+        libraries=("torch", "transformers"),
+        seconds=90,
+        options={"engine": "fsdp", "num_replicas": 1, "zero_stage": 3},
+    ),
     *(
         Check(
             title=f"Update by DeepSpeed, ZeRO {stage}",

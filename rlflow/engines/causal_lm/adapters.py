@@ -69,6 +69,15 @@ def _target_modules(model: "PreTrainedModel", spec: EngineSpec) -> list[str]:
     return list(spec.lora.target_modules)
 
 
+def base_names(model: "PreTrainedModel", spec: EngineSpec) -> dict[str, str]:
+    """Return how weights of a checkpoint are named in a model with adapters: parts of names by regular expressions.
+
+    A file with experts one by one has a number before the names of their layers, which have no adapters.
+    """
+    targets = _target_modules(model, spec) if spec.lora else []
+    return {rf"(?<!\d)\.{name}\.": f".{name}{_BASE_LAYER}" for name in targets}
+
+
 @contextmanager
 def without_adapters(model: "PreTrainedModel") -> Iterator[None]:
     """Disable the adapters, so that the model computes what it did before it had any."""

@@ -36,12 +36,13 @@ def pays_to_compile(spec: EngineSpec, model: "PreTrainedModel") -> bool:
     """Return whether compiled layers make a role's passes faster.
 
     Without a kernel for segments of different lengths, the shapes of attention would be those of padded blocks, new for
-    every pass. Under ZeRO 3 weights are gathered by hooks inside a layer. How many tokens an expert gets is known only
+    every pass. DeepSpeed's ZeRO 3 gathers weights by hooks inside a layer. How many tokens an expert gets is known only
     when a layer runs.
     """
     device, hidden_size = torch.device(spec.device), model.config.get_text_config().hidden_size
     has_kernel = has_varlen_kernel(getattr(torch, spec.model.dtype), device)
-    is_small, is_gathered = hidden_size < MIN_COMPILED_WIDTH, spec.layout.zero_stage == 3
+    is_small = hidden_size < MIN_COMPILED_WIDTH
+    is_gathered = spec.layout.zero_stage == 3 and spec.layout.num_replicas is None
     # The weights of all experts of a layer are one tensor.
     has_experts = any(weight.dim() == 3 for weight in model.parameters())
     return has_kernel and can_compile(device.type) and not (is_small or is_gathered or has_experts)
@@ -53,7 +54,7 @@ def compile_layers(model: Module, backend: str = "inductor") -> None:
     The layers share the compiled code, which takes their weights as arguments. What is recomputed in the backward pass
     is compiled too: checkpointing is around a layer.
     """
-    for layer in _decoder_layers(model):
+    for layer in decoder_layers(model):
         layer.compile(backend=backend, dynamic=True)
 
 
@@ -63,10 +64,11 @@ def checkpoint_layers(model: "PreTrainedModel", num_kept: int) -> None:
     Their activations are the first to be freed, before the others are computed again.
     """
     model.gradient_checkpointing_enable()
-    layers = _decoder_layers(model)
+    layers = decoder_layers(model)
     for layer in layers[len(layers) - num_kept :]:
         layer.gradient_checkpointing = False
 
 
-def _decoder_layers(model: Module) -> list[GradientCheckpointingLayer]:
+def decoder_layers(model: Module) -> list[GradientCheckpointingLayer]:
+    """Return the decoder layers of a model of transformers."""
     return [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]

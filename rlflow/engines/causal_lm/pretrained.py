@@ -2,9 +2,9 @@
 
 import os
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rlflow.engines.base import EngineSpec, Head, choose_head
 from rlflow.engines.causal_lm.kernels import choose_attention
@@ -18,6 +18,19 @@ from rlflow.recipe import Model
 if TYPE_CHECKING:
     from torch import Tensor, dtype
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+class Shards(Protocol):
+    """The way in which the ranks of a role share the weights of a model."""
+
+    def cut(self, model: Any) -> None:
+        """Shard a model, whose weights may be without values."""
+
+    def loading(self) -> AbstractContextManager[dict[str, Any]]:
+        """Make ``from_pretrained`` cut a model before it reads the weights; yields arguments for it."""
+
+    def fill(self, model: Any, missing: Collection[str]) -> Collection[str]:
+        """Give new weights their values, as far as a checkpoint lacks them; return their names."""
 
 
 # Configuration keys of models that change their logits after the output layer.
@@ -60,12 +73,14 @@ def _saved(name: str, model: Model) -> "PreTrainedTokenizerBase":
         return loaded
 
 
-def load_model(spec: EngineSpec, *, dtype: "dtype", device: str | None = None) -> "PreTrainedModel":
+def load_model(
+    spec: EngineSpec, *, dtype: "dtype", device: str | None = None, shards: "Shards | None" = None
+) -> "PreTrainedModel":
     """Load or create the model of a role, in evaluation mode, by default on the role's device. Raises RecipeError.
 
     The role's seed initializes random weights and a new value or reward head. A new head is accepted only for a role
     that is trained; a model with another role must bring its own. So must a language model, unless its output layer is
-    that of the embeddings.
+    that of the embeddings. With ``shards`` each rank has its shards of the weights, and reads only these.
     """
     check_folder(spec.model_name, spec.model)
     import torch
@@ -76,7 +91,7 @@ def load_model(spec: EngineSpec, *, dtype: "dtype", device: str | None = None) -
     head = choose_head(spec.capabilities)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)
-        built = _build_model(spec, head, dtype)
+        built = _build_model(spec, head, dtype, shards)
     _check_supported(spec.model_name, head, built.config)
     # With dropout, the trained policy would differ from the one that generated the responses.
     for module in built.modules():
@@ -87,7 +102,7 @@ def load_model(spec: EngineSpec, *, dtype: "dtype", device: str | None = None) -
     return built.eval().to(device or spec.device)
 
 
-def _build_model(spec: EngineSpec, head: Head, dtype: "dtype") -> Any:
+def _build_model(spec: EngineSpec, head: Head, dtype: "dtype", shards: "Shards | None") -> Any:
     """Load the model of a role from its path, or create it with random weights."""
     import transformers
 
@@ -111,9 +126,16 @@ def _build_model(spec: EngineSpec, head: Head, dtype: "dtype") -> Any:
         # The tokens of an image attend to each other both ways in the tower.
         attention = {"text_config": attention, "vision_config": kernel, "": attention}
     if options.path is None:
-        return auto.from_config(config, dtype=dtype, attn_implementation=attention)
+        built = auto.from_config(config, dtype=dtype, attn_implementation=attention)
+        if shards is not None:
+            shards.cut(built)
+        return built
     # transformers warns that a value or reward head is new, which is expected.
-    with loading_from(name, options.path), nullcontext() if head == "vocabulary" else _without_warnings():
+    with (
+        loading_from(name, options.path),
+        nullcontext() if head == "vocabulary" else _without_warnings(),
+        nullcontext({}) if shards is None else shards.loading() as sharding,
+    ):
         built, loaded = auto.from_pretrained(
             options.path,
             dtype=dtype,
@@ -121,8 +143,11 @@ def _build_model(spec: EngineSpec, head: Head, dtype: "dtype") -> Any:
             output_loading_info=True,
             use_safetensors=True,  # other files of weights are pickles
             trust_remote_code=options.trust_remote_code,
+            **sharding,
             **extra,
         )
+    if shards is not None:
+        loaded["missing_keys"] -= shards.fill(built, loaded["missing_keys"])
     new = _HEAD_WEIGHTS if "Trains" in spec.capabilities else set()
     _check_complete(name, options.path, head, set(loaded["missing_keys"]) - new)
     return built

@@ -21,9 +21,9 @@ WEIGHTS, MOMENTS = "weights", ("exp_avg", "exp_avg_sq")
 class TrainedState:
     """The ranges of weights and moments that this rank trains."""
 
-    def __init__(self, spec: EngineSpec, weights: "Mapping[str, Parameter]", optimizer: Any) -> None:
-        """Take the trained weights of the model, and DeepSpeed's optimizer."""
-        self._stage = spec.layout.zero_stage or 0
+    def __init__(self, spec: EngineSpec, weights: "Mapping[str, Parameter]", optimizer: Any, stage: int = 0) -> None:
+        """Take the trained weights of the model, and torch's optimizer, or DeepSpeed's from ``stage`` 1 of ZeRO."""
+        self._stage = stage
         self._weights: Mapping[str, Any] = weights
         self._optimizer = optimizer
         # DeepSpeed's optimizers contain torch's. Without ZeRO there is only that.

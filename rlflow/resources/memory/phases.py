@@ -139,7 +139,7 @@ def _moments(
         loss, output = training.logits * training.logits_at_once + accumulated, 0.0
     whole = stage.dense + stage.experts
     zero = layout.zero_stage or 0
-    shared = layout.data_parallel_size * layout.sequence_parallel_size > 1
+    shared = layout.num_shards > 1
     if zero == 3 and training.live_parameters is None:
         ahead = 2 * stage.layer if shared else 0.0
         at_loss = 2 * stage.ends + ahead
@@ -206,7 +206,7 @@ def score_terms(
     logit_bytes = max(2.0, training.logits - 4)
     logits = per_rank * (model.hidden_size if training.fused_loss else model.num_outputs)
     gathered = 0.0
-    if zero == 3 and layout.data_parallel_size * layout.sequence_parallel_size > 1:
+    if zero == 3 and layout.num_shards > 1:
         gathered = 2 * max(2 * stage.layer, stage.layer + stage.ends)
     moving = {
         "activations": per_rank * (8 * model.hidden_size + 6 * model.mlp_width) / GIB,

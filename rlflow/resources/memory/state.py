@@ -185,6 +185,7 @@ def state_terms(model: Architecture, layout: Layout, training: TrainingMemory) -
 def stage_state(model: Architecture, layout: Layout, training: TrainingMemory, stage: Stage) -> dict[str, float]:
     """Return the terms of ``state_terms`` for one pipeline stage."""
     zero = layout.zero_stage or 0
+    shards_gradients = zero >= 2 and not layout.reduces_once
     whole = stage.dense + stage.experts
     sharded = sharded_parameters(layout, stage)
     sizes = {"weights": training.weights, "gradients": training.gradients, "optimizer": training.optimizer}
@@ -201,15 +202,15 @@ def stage_state(model: Architecture, layout: Layout, training: TrainingMemory, s
         parts = stage.ends * sharded / whole
         ends = {
             "weights": training.weights * (parts if zero == 3 else stage.ends),
-            "gradients": training.gradients * (parts if zero >= 2 else stage.ends),
+            "gradients": training.gradients * (parts if shards_gradients else stage.ends),
             "optimizer": training.optimizer * (parts if zero >= 1 else stage.ends),
         }
     # Encoders are whole on every tensor-parallel rank.
-    shards = layout.data_parallel_size * layout.sequence_parallel_size if zero == 3 else 1
+    shards = layout.num_shards if zero == 3 else 1
     frozen += training.weights * model.encoder_parameters / shards
     terms = {
         "weights": frozen + ends["weights"] + sizes["weights"] * (trained_sharded if zero == 3 else trained),
-        "gradients": ends["gradients"] + sizes["gradients"] * (trained_sharded if zero >= 2 else trained),
+        "gradients": ends["gradients"] + sizes["gradients"] * (trained_sharded if shards_gradients else trained),
         "optimizer": ends["optimizer"] + sizes["optimizer"] * (trained_sharded if zero >= 1 else trained),
     }
     if layout.offload in ("optimizer", "weights"):
@@ -232,7 +233,7 @@ def persistent_buffers(layout: Layout, training: TrainingMemory) -> dict[str, fl
 
 def sharded_parameters(layout: Layout, stage: Stage) -> float:
     """Return the number of parameters whose state one GPU holds when it is sharded."""
-    shards = layout.data_parallel_size * layout.sequence_parallel_size
+    shards = layout.num_shards
     if layout.expert_parallel_size == 1:
         return (stage.dense + stage.experts) / shards
     return stage.dense / shards + stage.experts / max(
@@ -276,6 +277,5 @@ def _recomputed_at_once(layout: Layout, training: TrainingMemory) -> int:
     FSDP with frozen weights has two: 4096 tokens more take 3.0 GiB for Mistral 7B with adapters on 2 or 4 GPUs and 2.1
     on one, of which the inputs of all layers are 1.0 (fms-acceleration). prime-rl's benchmarks agree.
     """
-    is_fsdp = layout.zero_stage == 3 and training.live_parameters is None
-    shared = layout.data_parallel_size * layout.sequence_parallel_size > 1
-    return max(2 if is_fsdp and shared and training.lora is not None else 1, training.layers_per_checkpoint)
+    is_fsdp = layout.zero_stage == 3 and training.live_parameters is None and layout.num_shards > 1
+    return max(2 if is_fsdp and training.lora is not None else 1, training.layers_per_checkpoint)

@@ -96,7 +96,7 @@ def training(model: Architecture, layout: Layout, speed: Speed, batch: PassBatch
     if layout.zero_stage != 3:
         # Gradients scattered or reduced, weights or gradients gathered: half hides behind the backward pass.
         reduced = (kernels.gradient_bytes / 2 + 2) * _spread_seconds(model, layout, speed)
-    owned = model.num_parameters / layout.num_gpus
+    owned = model.num_parameters / (layout.num_shards * layout.model_parallel_size)
     if not layout.zero_stage:
         owned = model.num_parameters / layout.model_parallel_size
     # Adam reads gradient, master copy and two moments, and writes the last three and the weight.
@@ -187,16 +187,35 @@ def _passes(
     once = 0.0
     if layout.zero_stage == 3:
         # Weights gathered forward, recomputing and backward, gradients scattered (Rajbhandari et al. 2020).
-        bytes_spread = 2 * (forward + (1 if backward else 0)) + gradient_bytes
-        spread = bytes_spread * _spread_seconds(model, layout, speed)
+        gathers = forward + (1 if backward else 0)
+        if layout.num_replicas is not None:
+            # torch recomputes a layer with the weights that it gathers for its gradients.
+            gathers = 2 if backward else 1
+            once += minibatches * _exposed(_replicas_seconds(model, layout, speed, gradient_bytes), compute, speed)
+        byte_s = _spread_seconds(model, layout, speed)
+        spread = (2 * gathers + gradient_bytes) * byte_s
+        if layout.reduces_once:
+            spread = 2 * gathers * byte_s
+            once += minibatches * _exposed(gradient_bytes * byte_s, compute, speed)
         if stages > 1:
             # Between the micro-batches of a pipeline a stage keeps its weights and gradients.
-            once = minibatches * spread
+            once += minibatches * spread
         else:
-            communication += max((1 - efficiency.overlap) * spread, spread - compute)
+            communication += _exposed(spread, compute, speed)
     # The pipeline fills and drains once a minibatch (Narayanan et al. 2021, section 2.2).
     idle = minibatches * (stages - 1)
     return Pass(micro_batches * compute, (micro_batches + idle) * communication + idle * compute + once)
+
+
+def _exposed(seconds: float, compute: float, speed: Speed) -> float:
+    """Return the part of a transfer that a pass which computes for so long does not hide."""
+    return max((1 - speed.efficiency.overlap) * seconds, seconds - compute)
+
+
+def _replicas_seconds(model: Architecture, layout: Layout, speed: Speed, gradient_bytes: float) -> float:
+    """Return the time to sum the gradients of all replicas: the ranks with the same shard, each in a ring."""
+    replicas, shards = layout.num_replicas or 1, layout.num_shards
+    return 2 * gradient_bytes * _ring_seconds(model.num_parameters / shards, replicas, shards, speed)
 
 
 def _spread_seconds(model: Architecture, layout: Layout, speed: Speed) -> float:
@@ -205,7 +224,7 @@ def _spread_seconds(model: Architecture, layout: Layout, speed: Speed) -> float:
     Tensor-parallel ranks are neighbours, then the ranks that shard state, then the stages of a pipeline.
     """
     width, experts = layout.tensor_parallel_size, layout.expert_parallel_size
-    sharing = layout.data_parallel_size * layout.sequence_parallel_size
+    sharing = layout.num_shards
     routed = model.num_expert_parameters / layout.pipeline_parallel_size
     dense = model.num_parameters / layout.pipeline_parallel_size - routed
     if experts == 1:

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from datetime import timedelta
 from socket import socket
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore as TCPStore
@@ -56,3 +56,10 @@ def set_group_timeouts(timeout: timedelta, spared: "Collection[ProcessGroup]") -
     for group in distributed_c10d._world.pg_map:
         if group not in spared:
             distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def shard_offsets(weight: Any) -> tuple[int, ...]:
+    """Return where this rank's shard of a DTensor begins, in each dimension."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    return compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)[1]

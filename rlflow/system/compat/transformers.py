@@ -26,3 +26,51 @@ def zero3_loaded_by(read: Callable[..., Any], load: Callable[..., Any]) -> Itera
         yield
     finally:
         modeling_utils.load_state_dict, modeling_utils._load_state_dict_into_zero3_model = before
+
+
+@contextmanager
+def cut_when_loaded(cut: Callable[[Any], None], rename: Callable[[Any], dict[str, str]]) -> Iterator[dict[str, Any]]:
+    """Make ``from_pretrained``, with the arguments that this yields, call ``cut`` on a model before it reads weights.
+
+    Of a weight that is a DTensor then, each rank reads its shard. transformers itself knows meshes of its own alone.
+    ``rename`` returns what the names in a file become, from the model before it is cut.
+    """
+    from transformers import modeling_utils
+    from transformers.distributed import DistributedConfig
+    from transformers.distributed.mixin import DistributedMixin
+
+    def prepare(config: Any, device_map: Any = None) -> tuple[Any, Any, None]:
+        return config, device_map, None
+
+    def distribute(model: Any, config: Any, mesh_manager: None) -> Any:
+        del model.config.distributed_config
+        cut(model)
+        return model
+
+    def conversions(model: Any, key_mapping: Any, *arguments: Any, **options: Any) -> Any:
+        return convert(model, rename(model) or key_mapping, *arguments, **options)
+
+    convert = modeling_utils.get_model_conversion_mapping
+    replaced = [
+        (DistributedMixin, "prepare_distribute_model", staticmethod(prepare)),
+        (DistributedMixin, "maybe_distribute_model", staticmethod(distribute)),
+        (modeling_utils, "get_model_conversion_mapping", conversions),
+    ]
+    before = [vars(owner)[name] for owner, name, _ in replaced]
+    for owner, name, function in replaced:
+        setattr(owner, name, function)
+    try:
+        yield {"distributed_config": DistributedConfig()}
+    finally:
+        for (owner, name, _), function in zip(replaced, before, strict=True):
+            setattr(owner, name, function)
+
+
+def keep_values(module: Any) -> None:
+    """Make ``from_pretrained`` leave a module's weights as they are if the checkpoint lacks them."""
+    module._is_hf_initialized = True
+
+
+def initialize_head(model: Any, head: Any) -> None:
+    """Give a new head random values, as the model's class does."""
+    model._init_weights(head)

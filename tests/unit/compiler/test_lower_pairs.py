@@ -51,7 +51,7 @@ def test_the_work_of_a_step(name: str, kinds: list[str]) -> None:
             "roles.reward.engine=transformers",
             "roles.reward.engine: 'transformers' cannot do what graph.update needs, Evaluates and Trains; "
             "it can Follows, Generates, Scores.\n"
-            "  Known: deepspeed, fake, torch.\n  Fix: one of the known engines.",
+            "  Known: deepspeed, fake, fsdp, torch.\n  Fix: one of the known engines.",
         ),
         (
             "dpo_7b",

@@ -6,7 +6,7 @@ from rlflow.engines.registry import engine_kind, engine_names
 
 
 def test_every_name_is_that_of_an_engine() -> None:
-    assert engine_names() == ["deepspeed", "fake", "torch", "transformers", "vllm"]
+    assert engine_names() == ["deepspeed", "fake", "fsdp", "torch", "transformers", "vllm"]
 
 
 @pytest.mark.parametrize("name", engine_names())

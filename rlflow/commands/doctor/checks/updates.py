@@ -39,6 +39,7 @@ def update(
     *,
     engine: str,
     zero_stage: int | None = None,
+    num_replicas: int | None = None,
     architecture: Architecture = HALF_BILLION,
     rows: int = 4,
     prompt_tokens: int = 128,
@@ -52,6 +53,7 @@ def update(
     layout = Layout(
         micro_batch_tokens=rows * (prompt_tokens + response_tokens),
         zero_stage=zero_stage,
+        num_replicas=num_replicas,
         gradient_checkpointing=True,
         sleeps=sleeps,
     )
@@ -62,7 +64,7 @@ def update(
         minibatch = minibatch_of(rows, prompt_tokens, response_tokens)
         first, second = (trainer.update(minibatch, NegativeLogprob()).values["loss"] for _ in range(2))
         expected = math.log(architecture.vocab_size)
-        label = engine if zero_stage is None else f"{engine} ZeRO {zero_stage}"
+        label = engine if zero_stage is None or num_replicas else f"{engine} ZeRO {zero_stage}"
         findings = [
             Finding.at_most(
                 f"update by {label}: loss {first:.3f}, relative error against ln(vocabulary)",

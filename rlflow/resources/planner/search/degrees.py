@@ -29,6 +29,9 @@ class PoolPolicy:
         pins, trains = demand.pins, demand.job == "train"
         if demand.job == "serve" or "data" not in demand.parallel:
             return None
+        if "replicate" in demand.parallel:
+            # This engine shards all of the state or nothing, and offloads nothing.
+            return 3 if trains or self.shards_scorers else 0, "none"
         stage = self.zero_stage if trains else (3 if self.shards_scorers else 0)
         # A model that only scores can offload nothing except its weights.
         offload: Offload = self.offload if trains or self.offload == "weights" else "none"
@@ -70,6 +73,16 @@ def stages_from_pins(demand: Demand, group: int) -> int | None:
         return None
     stages = gpus // (copies * group)
     return stages if demand.architecture is None or stages <= demand.architecture.num_hidden_layers else None
+
+
+def replica_counts(demand: Demand, layout: Layout, shape: PoolShape) -> list[int]:
+    """Return the numbers of replicas to try: one, and one for each host where hosts are full of ranks."""
+    if demand.pins.num_replicas != "auto":
+        return [demand.pins.num_replicas]
+    ranks, group = layout.data_parallel_size * layout.sequence_parallel_size, shape.largest_group
+    fills_hosts = ranks % group == 0 and all(gpus % group == 0 for gpus, _ in shape.hosts)
+    counts = {1, ranks // group} if fills_hosts and layout.zero_stage == 3 else {1}
+    return [count for count in sorted(counts) if layout.data_parallel_size % count == 0]
 
 
 def with_copies(demand: Demand, shape: PoolShape, base: Layout, sequence: int, stages: int) -> Layout | Shortage:

@@ -16,6 +16,7 @@ from rlflow.resources.planner.prediction.task_times import task_seconds
 from rlflow.resources.planner.search.degrees import (
     CPU_MICRO_BATCH_TOKENS,
     group_sizes,
+    replica_counts,
     stages_from_pins,
     with_copies,
 )
@@ -30,8 +31,8 @@ def model_options(
     demand: Demand, tasks: Sequence[Task], base: Layout, shape: PoolShape, host_set: HostSet
 ) -> Iterator["ModelOption | Shortage"]:
     """Yield the options of a role that trains or scores: sequence parallelism and checkpointing."""
-    # On as many GPUs, more ranks for a sequence, and checkpointing, save memory and no time.
-    fastest: ModelOption | None = None
+    # On as many GPUs, more ranks for a sequence, checkpointing, and more reductions, save memory and no time.
+    fastest: dict[tuple[int, int | None], ModelOption] = {}
     kept = _kept_layers(demand, host_set)
     for layout in _sequence_layouts(demand, base, shape):
         if isinstance(layout, Shortage):
@@ -39,11 +40,10 @@ def model_options(
         elif layout.offload == "weights" and layout.zero_stage != 3:
             yield Shortage(demand.role, inf, "weights can be offloaded in ZeRO stage 3 only")
         else:
-            if fastest is not None and layout.num_gpus != fastest.degrees.num_gpus:
-                fastest = None
+            key = layout.num_gpus, layout.num_replicas
             for kept_layers in kept:
-                option = ModelOption(demand, tasks, host_set, layout, kept_layers, fastest)
-                fastest = fastest or option
+                option = ModelOption(demand, tasks, host_set, layout, kept_layers, fastest.get(key))
+                fastest.setdefault(key, option)
                 yield option
 
 
@@ -67,7 +67,22 @@ def _sequence_layouts(demand: Demand, base: Layout, shape: PoolShape) -> Iterato
     sizes = [pinned] if pinned else group_sizes(demand, min(shape.largest_group, shape.num_gpus))
     for size in sizes if demand.architecture else sizes[:1]:
         stages = stages_from_pins(demand, base.tensor_parallel_size * size) or base.pipeline_parallel_size
-        yield with_copies(demand, shape, base, size, stages)
+        layout = with_copies(demand, shape, base, size, stages)
+        if isinstance(layout, Shortage) or "replicate" not in demand.parallel:
+            yield layout
+        else:
+            yield from _replica_layouts(demand, layout, shape)
+
+
+def _replica_layouts(demand: Demand, layout: Layout, shape: PoolShape) -> Iterator[Layout | Shortage]:
+    """Yield a layout with the replicas to try, with one reduction of gradients in a step and with one in each pass."""
+    for count in replica_counts(demand, layout, shape):
+        if layout.data_parallel_size % count:
+            what = f"{count} replicas cannot share {layout.data_parallel_size} data-parallel ranks evenly"
+            yield Shortage(demand.role, inf, what)
+            continue
+        for reduces_once in (True, False) if demand.job == "train" else (False,):
+            yield replace(layout, num_replicas=count, reduces_once=reduces_once)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,133 @@
+"""The FSDP engine: trains, scores and values in one of the processes that share a model, sharded by torch itself."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+from rlflow.batch import Packed, Sequences
+from rlflow.engines.base import ALL_TRANSPORTS, TORCH_TRAINING, EngineKind, EngineSpec
+from rlflow.engines.causal_lm.adapters import add_adapters
+from rlflow.engines.causal_lm.pretrained import load_model
+from rlflow.engines.sharded.engine import ShardedEngine
+from rlflow.engines.sharded.mesh import create_mesh, full_values, local_values
+from rlflow.engines.sharded.process_group import join_process_group, set_timeouts, wait_for_files
+from rlflow.engines.sharded.sharded_state import ShardedState
+from rlflow.engines.sharded.shards import MeshShards
+from rlflow.engines.sharded.trained_state import TrainedState
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed.fsdp import FSDPModule
+    from transformers import PreTrainedModel
+
+
+class FsdpEngine(ShardedEngine):
+    """The engine whose state is sharded by torch, in one replica over all ranks or in several (HSDP).
+
+    Weights and optimizer state are float32, and each pass gathers the weights in the model's dtype. Gradients are
+    added up and reduced in float32. A role that is not trained is sharded, or whole on every rank.
+    """
+
+    def __init__(self, spec: EngineSpec) -> None:
+        import torch
+
+        super().__init__(spec)
+        join_process_group(spec)
+        self._dtype = getattr(torch, spec.model.dtype)
+        is_sharded = self._trains or spec.layout.zero_stage == 3
+        model = self._load() if is_sharded else self._load_whole()
+        # Ranks read at different speeds, and a collective has the time-out of a step.
+        wait_for_files()
+        self._use_model(model)
+        self._root: FSDPModule | None = None
+        """The model, where it is sharded."""
+        if is_sharded:
+            self._root, self._called_model = cast("FSDPModule", model), _InDtype(model, self._dtype)
+        if self._trains:
+            self._optimizer = self._build_optimizer(self._trained_weights().values())
+            self._check_weights("after loading")
+        set_timeouts(spec)
+
+    def _load(self) -> "PreTrainedModel":
+        import torch
+
+        spec = self._spec
+        # Frozen weights have no masters.
+        dtype = torch.float32 if self._trains and not spec.lora else self._dtype
+        return load_model(spec, dtype=dtype, shards=MeshShards(spec, create_mesh(spec), self._dtype))
+
+    def _load_whole(self) -> "PreTrainedModel":
+        model = load_model(self._spec, dtype=self._dtype)
+        add_adapters(model, self._spec)
+        return model
+
+    def _forward(self, sequences: Sequences, temperature: float) -> Packed:
+        outputs = super()._forward(sequences, temperature)
+        self._drop_gathered()
+        return outputs
+
+    def _drop_gathered(self) -> None:
+        if self._root is not None:
+            # A pass leaves the weights outside of layers gathered for a backward pass.
+            self._root.reshard()
+
+    def _backward(self, total: "Tensor", *, is_last: bool) -> None:
+        """Add the gradients of a pass: to those of all weights, or reduced to this rank's shards of them."""
+        assert self._root is not None
+        self._root.set_requires_gradient_sync(is_last or not self._spec.layout.reduces_once)
+        # Replicas need each other's gradients only for the step.
+        self._root.set_requires_all_reduce(is_last)
+        total.backward()  # type: ignore[no-untyped-call]
+
+    def _clip_and_step(self) -> float:
+        import torch
+
+        weights = list(self._trained_weights().values())
+        gradients = [weight.grad for weight in weights if weight.grad is not None]
+        norm = full_values(torch.nn.utils.get_total_norm(gradients), torch.float32)
+        if torch.isfinite(norm):
+            torch.nn.utils.clip_grads_with_norm_(weights, self._spec.optimizer.max_grad_norm, norm)
+            self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return float(norm)
+
+    def _trained_state(self) -> TrainedState:
+        return ShardedState(self._spec, self._trained_weights(), self._optimizer)
+
+    @staticmethod
+    def _local_values(weight: Any) -> "Tensor":
+        return local_values(weight)
+
+    def _gather(self, weights: "Mapping[str, Tensor]") -> "Iterator[tuple[str, Tensor]]":
+        for name, weight in weights.items():
+            yield name, full_values(weight, self._dtype)
+
+    def _weight_tensors(self) -> "Iterable[Tensor]":
+        return [local_values(tensor.data) for tensor in (*self._model.parameters(), *self._model.buffers())]
+
+    def _state_tensors(self) -> "Iterable[Tensor]":
+        states = self._optimizer.state.values() if self._trains else ()
+        return [local_values(value) for state in states for value in state.values()]
+
+
+class _InDtype:
+    """A model whose dtype is the one in which it computes, while its weights are in another."""
+
+    def __init__(self, module: "PreTrainedModel", dtype: Any) -> None:
+        self.module, self.dtype = module, dtype
+
+    def __call__(self, **inputs: Any) -> Any:
+        return self.module(**inputs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
+
+
+_TRAINING_MEMORY = replace(TORCH_TRAINING["bfloat16"], weights=4, optimizer=8)
+
+ENGINE = EngineKind(
+    engine=FsdpEngine,
+    parallel=frozenset({"data", "sequence", "replicate"}),
+    training_memory={"float32": TORCH_TRAINING["float32"], "bfloat16": _TRAINING_MEMORY},
+    sends_weights_by=ALL_TRANSPORTS,
+)
