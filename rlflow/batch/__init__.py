@@ -21,7 +21,7 @@ from rlflow.batch.batch import (
     known_mean,
 )
 from rlflow.batch.conversations import Conversations
-from rlflow.batch.images import Image, SharedRows, image_digests, images_of, pack_images
+from rlflow.batch.images import Image, SharedRows, Thumbnail, image_digests, images_of, pack_images
 from rlflow.batch.packed import Packed, Records, Repeated
 from rlflow.batch.rows import MAX_ROWS, Batch
 
@@ -47,6 +47,7 @@ __all__ = [
     "Selection",
     "Sequences",
     "SharedRows",
+    "Thumbnail",
     "TokenAdvantages",
     "ValueEstimates",
     "count_reasons",

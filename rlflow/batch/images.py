@@ -4,7 +4,7 @@ A row holds the images of one prompt, each with its size in front. Rows that rep
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
 from io import BytesIO
@@ -28,6 +28,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 # The bytes of an image, its width and its height.
 _HEADER = Struct("<III")
 _DIGEST_BYTES = 16
+_THUMBNAIL_SIDE = 96
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,26 @@ class Image:
         if picture.size != (self.width, self.height):
             raise EngineError(f"the image {self.digest} has {picture.size} pixels, not {(self.width, self.height)}.")
         return picture
+
+    def thumbnail(self) -> "Thumbnail":
+        """Return a small picture of the image. Raises EngineError for bytes that are damaged."""
+        picture, buffer = self.picture(), BytesIO()
+        picture.thumbnail((_THUMBNAIL_SIDE, _THUMBNAIL_SIDE))
+        picture.save(buffer, "JPEG")
+        return Thumbnail(self.digest, self.width, self.height, buffer.getvalue())
+
+
+@dataclass(frozen=True)
+class Thumbnail:
+    """A small picture of an image, for people."""
+
+    digest: str
+    """The digest of the image."""
+    width: int
+    """The width of the image in pixels, and below its height."""
+    height: int
+    encoded: bytes = field(repr=False)
+    """The small picture as JPEG."""
 
 
 class SharedRows(Packed):

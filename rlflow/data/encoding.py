@@ -48,6 +48,8 @@ class Encoded:
     images: tuple[Images, ...] | None = None
     """[P]: the images of each prompt; None if no row has any."""
     warnings: tuple[str, ...] = ()
+    vision: "VisionFamily | None" = None
+    """How the model sees images; None if no row has any."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,8 @@ def encode(
         assert reader.load_vision is not None
         check_truncation(data)
         seen = [() if huge else shown for shown, huge in zip(images, is_huge, strict=True)]
-        image_prompts = ImagePrompts(data, reader.load_vision(), seen)
+        vision = reader.load_vision()
+        image_prompts = ImagePrompts(data, vision, seen)
     prompt_ids = _encode_prompts(data, tokenizer, short_rows, image_prompts)
     columns = tuple(_encode_responses(data, tokenizer, rows, name) for name in responses)
     if reader.num_embeddings is not None:
@@ -101,7 +104,7 @@ def encode(
     for name, ids in zip(responses, columns, strict=True):
         image_prompts.check_responses(name, ids)
     rows = [{name: value for name, value in row.items() if name != IMAGES} for row in rows]
-    return _apply_prompt_limit(data, split, Encoded(rows, prompt_ids, columns, images), is_huge)
+    return _apply_prompt_limit(data, split, Encoded(rows, prompt_ids, columns, images, vision=vision), is_huge)
 
 
 def _num_characters(prompt: Any) -> int:
@@ -175,6 +178,7 @@ def _apply_prompt_limit(data: Data, split: Split, encoded: Encoded, is_huge: NDA
         tuple(column.take(short) for column in encoded.responses),
         None if encoded.images is None else tuple(encoded.images[row] for row in short),
         (f"data.overlong: {fact} and are dropped",),
+        encoded.vision,
     )
 
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from rlflow.batch import Packed
+from rlflow.batch import Image, Packed
 from rlflow.data.chat_template import TemplateError, render_all
 from rlflow.data.images import ImageSource
 from rlflow.data.messages import IMAGE_TAG, is_conversation
@@ -21,6 +22,7 @@ from rlflow.recipe import Data
 if TYPE_CHECKING:
     from rlflow.engines.vision.base import VisionFamily
 
+Ids = NDArray[np.int32]
 Images = tuple[ImageSource, ...]
 Message = Mapping[str, Any]
 _PROBE = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}]
@@ -64,7 +66,8 @@ class ImagePrompts:
 
     def expand(self, ids: Packed) -> Packed:
         """Return the tokens of prompts with each placeholder as the tokens of its image. Raises RecipeError."""
-        pieces = (self._expand(row, ids[row]) for row in range(len(ids)))
+        is_media = ids.like(np.isin(ids.values, list(self.vision.media_ids)))
+        pieces = (self._expand(row, ids[row], is_media[row]) for row in range(len(ids)))
         return Packed.from_rows(pieces, np.int32)
 
     def check_responses(self, name: str, ids: Packed) -> None:
@@ -91,9 +94,9 @@ class ImagePrompts:
             return with_tags
         return [*messages[:first], {**messages[first], "content": with_tags}, *messages[first + 1 :]]
 
-    def _expand(self, row: int, ids: Any) -> Any:
+    def _expand(self, row: int, ids: Ids, is_media: NDArray[np.bool_]) -> Ids:
         images, vision = self.images[row], self.vision
-        media = ids[np.isin(ids, list(vision.media_ids))]
+        media = ids[is_media]
         if len(media) != len(images) or (media != vision.placeholder_id).any():
             tokens = ", ".join(dict.fromkeys(map(str, vision.tokenizer.convert_ids_to_tokens(media.tolist()))))
             if len(media) < len(images):
@@ -103,11 +106,11 @@ class ImagePrompts:
             raise row_error(self.data, row, fact, f"remove it from the text; {IMAGE_TAG} stands for an image")
         if not len(images):
             return ids
-        text = np.split(ids, np.flatnonzero(ids == vision.placeholder_id))
+        text = np.split(ids, np.flatnonzero(is_media))
         rest = [piece for image, part in zip(images, text[1:], strict=True) for piece in (self._ids(image), part[1:])]
         return np.concatenate([text[0], *rest])
 
-    def _ids(self, image: ImageSource) -> Any:
+    def _ids(self, image: ImageSource) -> Ids:
         return self.vision.image_ids(image.width, image.height)
 
 
@@ -116,6 +119,19 @@ def check_truncation(data: Data) -> None:
     if data.overlong == "truncate_left":
         fact = f"'{data.source}' has images, which cannot be shortened"
         raise RecipeError("data.overlong", fact, known=("error", "drop"), fix="data.overlong=drop")
+
+
+def shown_text(ids: Ids, images: Sequence[Image], vision: "VisionFamily", decode: Callable[[Ids], str]) -> str:
+    """Return the text of a prompt for people, with the size of each image in place of its tokens."""
+    text, start = "", 0
+    for image in images:
+        tokens = vision.image_ids(image.width, image.height)
+        ends = (start + np.flatnonzero(ids[start:] == tokens[0]) + len(tokens)).tolist()
+        end = next((end for end in ends if np.array_equal(ids[end - len(tokens) : end], tokens)), start)
+        if end > start:
+            text += f"{decode(ids[start : end - len(tokens)])}[image {image.width}x{image.height}]"
+            start = end
+    return text + decode(ids[start:])
 
 
 def _as_parts(text: str) -> list[dict[str, str]]:

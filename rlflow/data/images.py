@@ -184,4 +184,4 @@ def _is_complete(kind: str, encoded: bytes) -> bool:
     place = 2
     while place + 4 <= len(encoded) and encoded[place + 1] != 0xDA:
         place += 1 if encoded[place + 1] == 0xFF else 2 + int.from_bytes(encoded[place + 2 : place + 4], "big")
-    return encoded.find(b"\xff\xd9", place) >= 0
+    return encoded.rfind(b"\xff\xd9", place) >= 0

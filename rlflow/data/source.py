@@ -10,10 +10,21 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from rlflow.batch import Examples, Packed, Pairs, Prompts, Repeated, Rollouts, Sequences, pack_images
+from rlflow.batch import (
+    Examples,
+    Packed,
+    Pairs,
+    Prompts,
+    Repeated,
+    Rollouts,
+    Sequences,
+    Thumbnail,
+    images_of,
+    pack_images,
+)
 from rlflow.batch.segments import segment_numbers, unfold
 from rlflow.data.encoding import UNKNOWN_READER, Encoded, Reader, encode
-from rlflow.data.image_prompts import Images
+from rlflow.data.image_prompts import Images, shown_text
 from rlflow.data.loading import at_evaluation_set
 from rlflow.data.mistakes import Rows
 from rlflow.recipe import Data
@@ -21,6 +32,8 @@ from rlflow.rewards.styles import RENDERED_PROMPT, SPECIAL_TOKENS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from rlflow.engines.vision.base import VisionFamily
 
 # The characters of a text for people, at most, so that the samples of long runs need little disk space.
 _MAX_CHARACTERS = 2**15
@@ -55,6 +68,8 @@ class DataSource:
     """The step that the run resumed at, and the rows used before it, in case ``batch_size`` was changed."""
     tokenizer: "PreTrainedTokenizerBase | None" = None
     """The tokenizer of all ids, which ``texts`` needs."""
+    vision: "VisionFamily | None" = None
+    """How the model sees images; None if no row has any."""
     renders_prompts: bool = False
     """Rows of prompts have the text that the model reads as a column."""
 
@@ -87,13 +102,19 @@ class DataSource:
         segments = unfold(sequences)
         texts: list[tuple[str, str]] = []
         for row, number in enumerate(segment_numbers(sequences)):
-            prompt, response = self._text(segments.prompt_ids[row]), self._text(segments.response_ids[row])
+            prompt, response = self._prompt_text(segments, row), self._text(segments.response_ids[row])
             if number:
                 following = f"\n[segment {number + 1}]\n{prompt}{response}"
                 prompt, before = texts.pop()
                 response = _shorten(before + following)
             texts.append((prompt, response))
         return texts
+
+    def thumbnails(self, sequences: Sequences) -> list[tuple[Thumbnail, ...]]:
+        """Return small pictures of the images of each row."""
+        rows = range(len(sequences))
+        images = [() if sequences.images is None else images_of(sequences.images, row) for row in rows]
+        return [tuple(image.thumbnail() for image in of_row) for of_row in images]
 
     def examples(self, step: int) -> Examples:
         """Return ``batch_size`` prompts with their responses for ``step``, counted from 0."""
@@ -125,6 +146,13 @@ class DataSource:
         held_out = self.held_out[evaluation_set]
         assert isinstance(held_out, Pairs)
         return held_out
+
+    def _prompt_text(self, sequences: Sequences, row: int) -> str:
+        ids, images = sequences.prompt_ids[row], sequences.images
+        if images is None or self.vision is None or self.tokenizer is None:
+            return self._text(ids)
+        decode = self.tokenizer.decode
+        return _shorten(shown_text(ids, images_of(images, row), self.vision, lambda part: decode(part.tolist())))
 
     def _text(self, ids: NDArray[np.int32]) -> str:
         assert self.tokenizer is not None
@@ -204,6 +232,7 @@ def open_training_data(
         train.images,
         warnings=tuple(warnings),
         tokenizer=tokenizer,
+        vision=train.vision,
     )
 
 

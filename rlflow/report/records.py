@@ -7,7 +7,6 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rlflow.compiler.plan import Plan
+from rlflow.errors import storage_error
 from rlflow.recipe.evaluation import PREFIX
 from rlflow.runtime.protocols import Observer, Report, Sample
 from rlflow.runtime.tuning import FILE
@@ -23,6 +23,11 @@ from rlflow.system.text_files import append_lines, replace_text
 
 METRICS = "metrics.jsonl"
 """The name of the file with the metrics of a run, in its folder."""
+
+
+def thumbnail_file(directory: Path, digest: str) -> Path:
+    """Return the file with a small picture of an image in the folder of a run."""
+    return directory / "images" / f"{digest}.jpg"
 
 
 def read_lines(path: Path) -> list[Mapping[str, Any]]:
@@ -85,7 +90,10 @@ class FailureLog(Observer):
 
 
 class SampleLog(Observer):
-    """A log of a few samples of each step, for people to read, in ``samples.jsonl``."""
+    """A log of a few samples of each step, for people to read, in ``samples.jsonl``.
+
+    Small pictures of their images are in the folder ``images``, named by the digests of the images.
+    """
 
     def started(self, plan: Plan, directory: Path, step: int) -> None:
         self._path = directory / "samples.jsonl"
@@ -93,7 +101,19 @@ class SampleLog(Observer):
             remove_lines_after(self._path, step)
 
     def sampled(self, samples: Sequence[Sample]) -> None:
-        append_lines(self._path, [json.dumps(asdict(sample), ensure_ascii=False) for sample in samples])
+        for image in {image for sample in samples for image in sample.images}:
+            _write_thumbnail(thumbnail_file(self._path.parent, image.digest), image.encoded)
+        append_lines(self._path, [json.dumps(sample.to_dict(), ensure_ascii=False) for sample in samples])
+
+
+def _write_thumbnail(file: Path, encoded: bytes) -> None:
+    """Write a small picture, unless it is there. Raises StorageError."""
+    try:
+        file.parent.mkdir(exist_ok=True)
+        if not file.exists():
+            file.write_bytes(encoded)
+    except OSError as error:
+        raise storage_error(error, file) from error
 
 
 class EventLog(Observer):

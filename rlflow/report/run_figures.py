@@ -1,8 +1,10 @@
 """The figures of a run, read from the files in its folder, also while the run still writes them."""
 
 import math
+from base64 import b64encode
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,7 +12,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter
 
 from rlflow.errors import RecipeError
-from rlflow.report.records import METRICS
+from rlflow.report.records import METRICS, thumbnail_file
 from rlflow.report.run_readers import GrowingFile, read_document
 from rlflow.report.run_records import (
     ENGINE,
@@ -33,6 +35,8 @@ Event = Mapping[str, Any]
 
 # The points of a curve and the steps with samples that a page shows at most, so that it stays small for long runs.
 _POINTS, _SAMPLED_STEPS = 400, 40
+# The small pictures of images on a page, at most, and the bytes of each.
+_THUMBNAILS, _THUMBNAIL_BYTES = 200, 2**14
 # The characters of a prompt or a response on the page, at most.
 _CHARACTERS = 4000
 # The last steps whose nodes are shown, and the seconds of engines' work.
@@ -87,6 +91,7 @@ class RunFiles:
             "last_steps": [_placed(step, predicted) for step in figures["last_steps"]],
             "events": _events(figures, report),
             "left_out": left_out,
+            "thumbnails": self._thumbnails(figures["samples"]),
         }
 
     def _plan(self) -> PlanRecord:
@@ -108,6 +113,15 @@ class RunFiles:
             self._documents[name] = state, read_document(path, kind, fix)
         content: T = self._documents[name][1]
         return content
+
+    def _thumbnails(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+        """Return the small pictures of the last samples' images as addresses with their content, by digest."""
+        digests = dict.fromkeys(image["digest"] for sample in reversed(samples) for image in sample["images"])
+        thumbnails = {}
+        for digest in list(digests)[:_THUMBNAILS]:
+            with suppress(OSError), thumbnail_file(self._folder, digest).open("rb") as file:
+                thumbnails[digest] = f"data:image/jpeg;base64,{b64encode(file.read(_THUMBNAIL_BYTES)).decode()}"
+        return thumbnails
 
     def _updated(self) -> float | None:
         """Return when the last metrics came, in seconds since 1970."""

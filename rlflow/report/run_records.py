@@ -76,6 +76,15 @@ class ReportRecord(_Record):
 
 
 @dataclass(frozen=True)
+class ImageRecord(_Record):
+    """An image of a sample's prompt."""
+
+    digest: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
+    width: Counted
+    height: Counted
+
+
+@dataclass(frozen=True)
 class SampleRecord(_Record):
     """A line of ``samples.jsonl``."""
 
@@ -88,6 +97,7 @@ class SampleRecord(_Record):
     reward: Figure
     reward_parts: Mapping[str, Figure]
     advantage: Figure
+    images: tuple[ImageRecord, ...] = ()
 
 
 @dataclass(frozen=True)

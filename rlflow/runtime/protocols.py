@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
-from rlflow.batch import Rollouts
+from rlflow.batch import Rollouts, Thumbnail
 from rlflow.compiler.plan import Plan
 from rlflow.engines.memory import PhasePeaks
 from rlflow.engines.times import UNTRACED, Span, Times, record_each
@@ -191,6 +191,14 @@ class Sample:
     oldest_version: int
     """The oldest version of the policy that generated some of its tokens, and below the newest."""
     newest_version: int
+    images: tuple[Thumbnail, ...] = ()
+    """The images of its prompt."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the sample as JSON can hold it: without small pictures, and without images if it has none."""
+        fields = {name: value for name, value in vars(self).items() if name != "images"}
+        images = [{"digest": x.digest, "width": x.width, "height": x.height} for x in self.images]
+        return fields | ({"images": images} if images else {})
 
 
 class Observer:

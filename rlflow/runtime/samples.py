@@ -44,6 +44,7 @@ class SampleReader:
         rewards = None if rewards is None else rewards.take(rows)
         with count_towards("samples"):
             texts = self._data.texts(rollouts.as_sequences())
+            images = [()] * len(rows) if rollouts.images is None else self._data.thumbnails(rollouts.as_sequences())
         return [
             Sample(
                 choice=choice,
@@ -59,6 +60,7 @@ class SampleReader:
                 advantage=_known(advantages.values[row][0]) if isinstance(advantages, RolloutAdvantages) else None,
                 oldest_version=int(rollouts.versions[row].min()),
                 newest_version=int(rollouts.versions[row].max()),
+                images=images[row],
             )
             for row, (choice, (prompt, response)) in enumerate(zip(chosen, texts, strict=True))
         ]

@@ -2,19 +2,19 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 from typing import Any
 
 from rlflow.runtime.protocols import Sample
 
 SAMPLES = "samples"
 """The name of the table."""
-COLUMNS = [field.name for field in fields(Sample)]
+COLUMNS = [field.name for field in fields(Sample) if field.name != "images"]
 
 
 def rows(samples: Sequence[Sample]) -> list[list[Any]]:
     """Return the cells of samples."""
-    return [row(asdict(sample)) for sample in samples]
+    return [row(sample.to_dict()) for sample in samples]
 
 
 def row(sample: Mapping[str, Any]) -> list[Any]:

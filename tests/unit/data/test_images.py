@@ -127,6 +127,18 @@ def test_examples_and_pairs_have_images(folder: Path) -> None:
     assert images_of(pairs.images, 0) == images_of(pairs.images, 1) == images_of(examples.images, 0)
 
 
+def test_people_see_the_sizes_of_images_and_small_pictures(folder: Path) -> None:
+    (folder / "large.png").write_bytes(encoded(400, 100))
+    row = {"images": ["a.png", "large.png"], "prompt": "1<image>2<image>3", "response": "4"}
+    source = opened(folder, [row], edge="examples", max_prompt_tokens=1000)
+    examples = source.examples(0)
+    [(prompt, _)] = source.texts(examples)
+    assert prompt == "1[image 2x1]2[image 400x100]3"
+    [(small, large)] = source.thumbnails(examples)
+    assert [(image.width, image.height) for image in (small, large)] == [(2, 1), (400, 100)]
+    assert PIL.Image.open(BytesIO(large.encoded)).size == (96, 24)
+
+
 def test_rows_are_described_by_their_images(folder: Path) -> None:
     options = data(write(folder / "rows.jsonl", [{"image": "a.png", "prompt": "1"}]), batch_size=1, max_prompt_tokens=9)
     before = describe_rows(load_rows(options, "split"))
