@@ -6,7 +6,8 @@ in the middle of a call, and the engine interrupts episodes, which continue ther
 environment does follows from its row, so each episode must be what it is without faults.
 
 - ``hangs``: batches that are not done within a limit.
-- ``smaller_groups``, ``different``: rows that are missing, and rows whose tokens, logprobs, turns or rewards differ.
+- ``smaller_groups``: rows that are missing.
+- ``different_weights``: rows whose tokens, logprobs, turns or rewards differ, with which an update would.
 - ``leftovers``: processes that live 10 s after their engines have stopped.
 - ``replayed_share``: the calls that the record answered, of those that were asked again.
 """
@@ -182,7 +183,7 @@ def measure(count: int, seed: int) -> dict[str, float]:
             rollouts = engines[0].rollouts(samples, [responses[row] for row in rows], SAMPLING)
             figures["hangs"] += any(isinstance(response, TimeoutError) for response in responses)
             figures["smaller_groups"] += EPISODES - len(rows)
-            figures["different"] += count_different(rollouts, rows, expected[number])
+            figures["different_weights"] += count_different(rollouts, rows, expected[number])
             figures["replayed"] += sum(int(measures.get("recorded_calls", 0)) for measures in rollouts.measures)
             seconds = time.monotonic() - started
             print(f"{', '.join(batch.faults)}: {seconds:.1f} s", flush=True)
@@ -190,7 +191,7 @@ def measure(count: int, seed: int) -> dict[str, float]:
                 print(f"  {type(error).__name__}: {error}", flush=True)
         figures["leftovers"] = end(engines, before)
     share = figures["replayed"] / max(1, figures["replayed"] + model.num_again)
-    counts = {name: float(figures[name]) for name in ("hangs", "smaller_groups", "different", "leftovers")}
+    counts = {name: float(figures[name]) for name in ("hangs", "smaller_groups", "leftovers", "different_weights")}
     return {"faults": float(count), **counts, "replayed_share": share}
 
 

@@ -226,8 +226,9 @@ def measure(count: int) -> tuple[dict[str, float], int, int]:
                     chats = json.loads(Path(folder, f"{number}.json").read_text())
                     figures["differs_from_verifiers"] += differs(chats, served, sequences, trained)
         engine.stop()
-    counts = ("retokenized", "untrained", "twice", "differs_from_verifiers")
-    return {**{name: float(figures[name]) for name in counts}, "logprob_error_max": error}, num_calls, num_compared
+    names = ("retokenized", "untrained", "twice", "differs_from_verifiers")
+    counts = {"sessions": float(count), **{name: float(figures[name]) for name in names}}
+    return {**counts, "logprob_error_max": error}, num_calls, num_compared
 
 
 def main() -> int:
@@ -237,7 +238,7 @@ def main() -> int:
     arguments = parser.parse_args()
     figures, num_calls, num_compared = measure(arguments.episodes)
     print(f"{arguments.episodes} episodes, {num_calls} calls; {num_compared} episodes compared with verifiers")
-    limits = {name: 1e-4 if name == "logprob_error_max" else 0.0 for name in figures}
+    limits = {name: 0.0 for name in figures} | {"sessions": arguments.episodes, "logprob_error_max": 1e-4}
     goals = {name: Goal(f"at most {limits[name]:g}", value <= limits[name]) for name, value in figures.items()}
     return finish("agent_tokens", figures, goals, arguments.json)
 

@@ -17,9 +17,9 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest.mock import patch
@@ -34,9 +34,12 @@ from benchmarks import service
 from benchmarks.reporting import Goal, finish
 from benchmarks.turn_schedule import bound, lock_step, simulate
 from rlflow.batch import Conversations, Packed, Prompts, Rollouts
+from rlflow.compiler import compile_recipe
 from rlflow.compiler.models import models_in_use
 from rlflow.compiler.plan import Plan
+from rlflow.recipe.compose import load_cluster
 from rlflow.resources.time.lengths import Lengths
+from rlflow.resources.time.speed import Efficiency
 from rlflow.runtime.objects.store_usage import count_towards
 from rlflow.runtime.ray.runtime import RayRuntime
 from rlflow.system.processes import descendants
@@ -78,12 +81,26 @@ class Dropped:
         """Discard nothing."""
 
 
-class Memory:
-    """The private memory of this process and of all that it started."""
+@dataclass(frozen=True)
+class Measured:
+    """A generation, and what it took."""
 
-    def __init__(self) -> None:
-        self._idle = private_mb([os.getpid(), *descendants(os.getpid())])
-        self.peaks: dict[int, float] = {}
+    seconds: float
+    conversations: Conversations
+    memory_mb: Mapping[str, float]
+    """The largest memory for conversations, by kind of process."""
+    cpu_s: float
+    """CPU time of the processes that engines have started."""
+
+
+class Usage:
+    """The private memory of this process and of all that it started, and CPU time."""
+
+    def __init__(self, engines: Sequence[int]) -> None:
+        """``engines`` are the processes of engines."""
+        self._engines = engines
+        self._idle, self._busy_s = private_mb([os.getpid(), *descendants(os.getpid())]), self._cpu_seconds()
+        self._peaks: dict[int, float] = {}
         self._stop = threading.Event()
 
     @contextmanager
@@ -97,22 +114,34 @@ class Memory:
             self._stop.set()
             thread.join()
 
-    def added(self, engines: Sequence[int]) -> Mapping[str, float]:
-        """Return the largest memory for conversations, by kind of process; ``engines`` are their processes."""
-        environments = {pid for engine in engines for pid in descendants(engine)}
+    def cpu_seconds(self) -> float:
+        """Return the CPU time of the engines' own processes until now."""
+        return self._cpu_seconds() - self._busy_s
+
+    def memory_mb(self) -> Mapping[str, float]:
+        """Return the largest memory for conversations, by kind of process."""
+        environments = {pid for engine in self._engines for pid in descendants(engine)}
         largest: dict[str, float] = {}
-        for pid, peak in self.peaks.items():
+        for pid, peak in self._peaks.items():
             kind = "driver" if pid == os.getpid() else "Ray"
-            kind = "engine" if pid in engines else "environment" if pid in environments else kind
+            kind = "engine" if pid in self._engines else "environment" if pid in environments else kind
             before = 0.0 if pid in environments else self._idle.get(pid, 0.0)
             largest[kind] = max(largest.get(kind, 0.0), peak - before)
         return largest
+
+    def _cpu_seconds(self) -> float:
+        seconds = 0.0
+        for pid in {pid for engine in self._engines for pid in descendants(engine)}:
+            with suppress(OSError):  # it has ended
+                times = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+                seconds += sum(map(int, times)) / os.sysconf("SC_CLK_TCK")
+        return seconds
 
     def _watch(self) -> None:
         while True:
             is_over = self._stop.wait(_LOOK_S)
             for pid, size in private_mb([os.getpid(), *descendants(os.getpid())]).items():
-                self.peaks[pid] = max(size, self.peaks.get(pid, 0.0))
+                self._peaks[pid] = max(size, self._peaks.get(pid, 0.0))
             if is_over:
                 return
 
@@ -127,8 +156,11 @@ def private_mb(pids: Sequence[int]) -> dict[int, float]:
     return found
 
 
-def plan_of(rollouts: str, tokenizer: str, vocab_size: int) -> Plan:
-    """Return the plan of a run with these ``rollouts``, on two simulated hosts with two engines each."""
+def plan_of(rollouts: str, tokenizer: str, vocab_size: int, *overrides: str) -> Plan:
+    """Return the plan of a run with these ``rollouts``, on two simulated hosts with two engines each.
+
+    It predicts the speed of paced engines, which read prompts in no time.
+    """
     figures = (
         "{model_type: qwen3, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2, num_attention_heads: 2,"
         f" num_key_value_heads: 1, head_dim: 32, vocab_size: {vocab_size}, max_position_embeddings: 8192}}"
@@ -142,9 +174,13 @@ def plan_of(rollouts: str, tokenizer: str, vocab_size: int) -> Plan:
             "roles.actor.gpus=2",
             f"++graph.rollouts={rollouts}",
             "evaluation=null",
+            *overrides,
         ]
     )
-    return rlflow.compile(recipe, "2x3@cpu")
+    instant = {"peak_tflops": 1e9, "memory_gb_s": 1e9, "decode_layer_s": 0.0, "call_s": 0.0, "pass_sample_s": 0.0}
+    speed = Efficiency(**instant, decode_step_s=paced.STEP_S, decode_sequence_s=paced.EACH_S)
+    with patch("rlflow.resources.planner.prediction.task_times.DEFAULT_NUM_SEQS", paced.SLOTS):
+        return compile_recipe(recipe, load_cluster("2x3@cpu"), {"cpu": speed})
 
 
 def plan_of_conversations() -> Plan:
@@ -168,8 +204,8 @@ def prompts(first: int, count: int) -> Prompts:
     return Prompts(keys=keys, ids=ids, rows=tuple({"number": number} for number in numbers.tolist()))
 
 
-def measure(plan: Plan, count: int) -> tuple[float, Conversations, Mapping[str, float]]:
-    """Return the seconds of ``count`` conversations, these, and the memory that they took."""
+def measure(plan: Plan, count: int, samples: Callable[[int, int], Prompts] = prompts) -> Measured:
+    """Generate ``count`` conversations."""
     (sampling,) = (node.operation.sampling for node in plan.graph.nodes if node.operation.sampling)
     sampling = replace(sampling, group_size=1)
     models = models_in_use(plan.recipe)
@@ -180,14 +216,13 @@ def measure(plan: Plan, count: int) -> tuple[float, Conversations, Mapping[str, 
         count_towards("rollouts"),
     ):
         engine: Any = engines["rollout"]
-        engine.generate(prompts(count, WARM_UP), sampling)
-        memory = Memory()
-        with memory.watched(), engines.stream_to(Dropped(), "rollout"):
+        engine.generate(samples(count, WARM_UP), sampling)
+        usage = Usage([call.result() for call in engine.workers.call_all("pid")])
+        with usage.watched(), engines.stream_to(Dropped(), "rollout"):
             start = time.perf_counter()
-            conversations = engine.generate(prompts(0, count), sampling)
+            conversations = engine.generate(samples(0, count), sampling)
             seconds = time.perf_counter() - start
-        pids = [call.result() for call in engine.workers.call_all("pid")]
-        return seconds, conversations, memory.added(pids)
+        return Measured(seconds, conversations, usage.memory_mb(), usage.cpu_seconds())
 
 
 def main() -> int:
@@ -196,7 +231,8 @@ def main() -> int:
     parser.add_argument("--conversations", type=int, default=CONVERSATIONS)
     arguments = parser.parse_args()
     count = arguments.conversations
-    seconds, conversations, memory = measure(plan_of_conversations(), count)
+    measured = measure(plan_of_conversations(), count)
+    seconds, conversations, memory = measured.seconds, measured.conversations, measured.memory_mb
     assert conversations.turn_rewards.lengths.tolist() == [TURNS] * count
     assert conversations.finished.all()
     # Turns and answers alternate, and the last answer is not read.

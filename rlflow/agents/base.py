@@ -130,7 +130,7 @@ class Agent(Section, ABC):
 
     gives_rewards: ClassVar[bool] = True
     """False if its reward is always 0, so that the reward function ``environment`` is refused."""
-    call_cpu_s: ClassVar[float] = 2e-3
+    call_cpu_s: ClassVar[float] = 2.5e-3
     """CPU time for each call, of the endpoint and of this agent, as plans expect it."""
 
     def prepare(self) -> None:

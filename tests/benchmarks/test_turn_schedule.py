@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 
+from benchmarks import agents, conversations
+from benchmarks.paced_engine import SLOTS, token_seconds
 from benchmarks.turn_schedule import bound, lock_step, simulate
 
 
@@ -35,3 +37,12 @@ def test_an_engine_is_faster_with_fewer_turns() -> None:
     tokens, none = np.array([[4.0], [6.0]]), np.zeros((2, 1))
     assert simulate(tokens, none, 1, 2, shared) == pytest.approx(10.0)
     assert simulate(tokens, none, 2, 1, shared) == pytest.approx(6.0)
+
+
+@pytest.mark.parametrize("episodes", [512, 1024])
+def test_a_plan_predicts_the_ideal_schedule(episodes: int) -> None:
+    """Waits decide with few episodes, and take no time with many."""
+    predicted = agents.plan_of_route("tokens", episodes).prediction.nodes["rollouts"].seconds
+    lengths = np.random.default_rng(1).choice(conversations.TurnGenerator.lengths, (episodes, conversations.TURNS))
+    ideal = simulate(np.ceil(lengths), agents.delays_of(episodes), conversations.ENGINES, SLOTS, token_seconds)
+    assert predicted == pytest.approx(ideal, rel=0.06)

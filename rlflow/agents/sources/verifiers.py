@@ -26,7 +26,7 @@ _ENDS = ("rollout stopped", "rlflow_limit_reached", "context_length_exceeded", "
 class VerifiersAgent(Agent):
     """The only agent of a taskset, with a chat in this process as its harness, in the place of verifiers' shell."""
 
-    call_cpu_s: ClassVar[float] = 12e-3
+    call_cpu_s: ClassVar[float] = 10e-3
 
     taskset: Mapping[str, Any] = field(default_factory=dict)
     """The configuration of the taskset, the same as in ``data.options``."""

@@ -1,0 +1,1 @@
+"""Tasksets of verifiers, which finds them as modules at the top of PYTHONPATH."""
