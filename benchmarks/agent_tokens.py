@@ -238,7 +238,7 @@ def main() -> int:
     arguments = parser.parse_args()
     figures, num_calls, num_compared = measure(arguments.episodes)
     print(f"{arguments.episodes} episodes, {num_calls} calls; {num_compared} episodes compared with verifiers")
-    limits = {name: 0.0 for name in figures} | {"sessions": arguments.episodes, "logprob_error_max": 1e-4}
+    limits = dict.fromkeys(figures, 0.0) | {"sessions": arguments.episodes, "logprob_error_max": 1e-4}
     goals = {name: Goal(f"at most {limits[name]:g}", value <= limits[name]) for name, value in figures.items()}
     return finish("agent_tokens", figures, goals, arguments.json)
 
