@@ -81,7 +81,7 @@ class CallGenerator:
             is_done = [responses[row].is_done for row in new]
             results |= dict(zip(new, _results(rollouts, is_done), strict=True))
             done = np.flatnonzero(is_done)
-            if len(done):
+            if len(done) and self._engine.records:
                 self._engine.journal.add(rollouts.take(done), prompts.take(done), sampling)
         return [results[row] for row in range(len(requests))]
 

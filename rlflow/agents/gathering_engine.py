@@ -42,10 +42,13 @@ class GatheringEngine(SessionEngine):
     It cannot stop a response, so that ``abort`` waits for it.
     """
 
+    records = False
+
     def __init__(self, engine: Any) -> None:
         """Generate by ``engine``, which has a ``tokenizer`` and a ``seed``, as long as others hold it."""
         self._engine = weakref.ref(engine)
         self.tokenizer, self.seed = engine.tokenizer, engine.seed
+        self.journal = getattr(engine, "journal", self.journal)
         self._calls: SimpleQueue[_Calls | None] = SimpleQueue()
         self._num_tokens = 0
         weakref.finalize(engine, self._calls.put, None)

@@ -48,7 +48,7 @@ class TransformersEngine(TunableEngine, ProfiledEngine):
         self._vision = load_eyes(spec, self._model, self.tokenizer)
         self._end_ids = merge_end_ids(self._model.generation_config.eos_token_id, self.tokenizer.eos_token_id)
         self._version: int | None = 0
-        self._journal = Journal(spec.journal, spec.role)
+        self.journal = Journal(spec.journal, spec.role)
 
     def generate(self, prompts: Prompts, sampling: Sampling) -> Rollouts:
         if sampling.turns is not None:
@@ -56,7 +56,7 @@ class TransformersEngine(TunableEngine, ProfiledEngine):
         self._check_version()
         samples = prompts.repeat(sampling.group_size)
         seeds = [sample_seed(self._spec.seed, key) for key in samples.keys]
-        recorded, parts = self._journal.recorded(samples.keys), []
+        recorded, parts = self.journal.recorded(samples.keys), []
         for batch in self._decoding_batches(prompts.ids.lengths, sampling.group_size):
             first = batch.first_prompt * sampling.group_size + batch.first_sample
             end = first + batch.num_prompts * batch.num_samples
@@ -70,7 +70,7 @@ class TransformersEngine(TunableEngine, ProfiledEngine):
             new = decode(self._model, batch_prompts, batch_sampling, seeds[first:end], self._end_ids, self._vision)
             scores = np.concatenate(new.logprobs)
             parts.append(self._build_rollouts(members, sampling, new.ids, scores, new.finished))
-            self._journal.add(parts[-1], members, sampling)
+            self.journal.add(parts[-1], members, sampling)
         return Rollouts.concatenate(parts)
 
     def _build_rollouts(
@@ -138,7 +138,7 @@ class TransformersEngine(TunableEngine, ProfiledEngine):
         with torch.no_grad():
             for name, tensor in expected.check(self._spec.role, weights):
                 values[name].copy_(tensor)
-        self._version = self._journal.version = version
+        self._version = self.journal.version = version
 
 
 ENGINE = EngineKind(

@@ -7,9 +7,15 @@ from pathlib import Path
 
 import pytest
 
-COUNTED = ("kills", "kills_in_saves", "damages", "full_disks", "responses_found", "responses_interrupted")
-
-
+COUNTED = (
+    "kills",
+    "kills_in_saves",
+    "damages",
+    "full_disks",
+    "responses_found",
+    "responses_interrupted",
+    "replayed_share",
+)
 KILLS = 50
 
 

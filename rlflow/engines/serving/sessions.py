@@ -59,6 +59,8 @@ class SessionEngine(ABC):
 
     journal: Journal = Journal(None, "")
     """The journal of the run; engines without one record nothing."""
+    records: bool = True
+    """It writes to its journal. An engine over another one may leave that to it."""
     seed: int = 0
     """The seed of the run."""
     _session: "_Session | None" = None

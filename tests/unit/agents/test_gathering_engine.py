@@ -3,7 +3,10 @@
 import gc
 import threading
 import weakref
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +14,7 @@ import pytest
 from rlflow.agents.gathering_engine import GatheringEngine
 from rlflow.batch.segments import unfold
 from rlflow.engines.base import Sampling
+from rlflow.engines.causal_lm.decoding import decode
 from rlflow.engines.fake import FakeEngine
 from rlflow.engines.transformers import TransformersEngine
 from rlflow.nodes.agent import AgentEpisodes
@@ -34,21 +38,43 @@ def test_calls_of_several_callers_are_answered_each_with_its_own() -> None:
     assert shorter.response_ids.values.tolist() == engine.generate(samples, longer).response_ids.values.tolist()
 
 
+SAMPLES = replace(prompts((1, 1)), rows=({"turns": 3, "prompt": "hello"}, {"turns": 2, "prompt": "you"}))
+NODE = AgentEpisodes(
+    environment=f"{agents_of_tests.__name__}:chat", max_calls=9, turn_tokens=8, max_tokens=300, group_size=2
+)
+
+
+def model_in_this_process(journal: Path | None = None) -> TransformersEngine:
+    architecture = replace(ARCHITECTURE, vocab_size=265, max_position_embeddings=512)
+    model = replace(MODEL, characters=None, tokenizer="bytes", architecture=architecture)
+    return TransformersEngine(replace(spec("rollout", model=model), max_model_len=400, journal=journal))
+
+
 @pytest.mark.slow
 def test_agents_on_a_model_in_this_process() -> None:
     """The engine scores what it has sampled as it has sampled it."""
-    architecture = replace(ARCHITECTURE, vocab_size=265, max_position_embeddings=512)
-    model = replace(MODEL, characters=None, tokenizer="bytes", architecture=architecture)
-    engine = TransformersEngine(replace(spec("rollout", model=model), max_model_len=400))
-    node = AgentEpisodes(
-        environment=f"{agents_of_tests.__name__}:chat", max_calls=9, turn_tokens=8, max_tokens=300, group_size=2
-    )
-    samples = replace(prompts((1, 1)), rows=({"turns": 3, "prompt": "hello"}, {"turns": 2, "prompt": "you"}))
-    batch = engine.generate(samples, node.sampling)
+    engine = model_in_this_process()
+    batch = engine.generate(SAMPLES, NODE.sampling)
     scored = engine.logprobs(unfold(batch.as_sequences()), 1.0).values.values
     own = batch.own_tokens().values
     assert batch.turn_lengths.lengths.tolist() == [3, 3, 2, 2]
     assert scored[own] == pytest.approx(batch.logprobs.values[own], abs=1e-4)
+
+
+@pytest.mark.slow
+def test_recorded_calls_are_not_generated_again_with_new_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a crash: some calls of a batch are in the journal."""
+    before = model_in_this_process(tmp_path).generate(SAMPLES.take(np.array([0])), NODE.sampling)
+    decoded: list[int] = []
+
+    def count(model: Any, ids: Any, sampling: Any, seeds: Sequence[Any], *rest: Any) -> Any:
+        decoded.append(len(seeds))
+        return decode(model, ids, sampling, seeds, *rest)
+
+    monkeypatch.setattr("rlflow.engines.transformers.decode", count)
+    after = model_in_this_process(tmp_path).generate(SAMPLES, NODE.sampling)
+    assert after.response_ids[0].tolist() == before.response_ids[0].tolist()
+    assert sum(decoded) == 2 * 2  # two episodes of two calls
 
 
 def test_it_ends_with_its_engine() -> None:
