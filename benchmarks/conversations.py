@@ -97,7 +97,7 @@ class Usage:
     """The private memory of this process and of all that it started, and CPU time."""
 
     def __init__(self, engines: Sequence[int]) -> None:
-        """``engines`` are the processes of engines."""
+        """Count from now on. ``engines`` are the processes of engines."""
         self._engines = engines
         self._idle, self._busy_s = private_mb([os.getpid(), *descendants(os.getpid())]), self._cpu_seconds()
         self._peaks: dict[int, float] = {}

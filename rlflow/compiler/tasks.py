@@ -134,7 +134,7 @@ def _turns(recipe: Recipe, node: GraphNode, responses: Lengths) -> TurnProfile:
         segments=expect.segments,
         cpu_s=getattr(node.operation, "turn_cpu_s", 0.0),
     )
-    if turns.generated_tokens(responses) < turns.count:
+    if turns.generated_tokens(responses) <= 0:
         fact = f"{turns.count:g} turns leave no tokens to generate in responses of {responses.mean:.0f} tokens"
         raise RecipeError("expect.observation_tokens", fact, fix="a smaller number, or longer expect.response_tokens")
     return turns
