@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from rlflow.commands.convert.arguments import read_arguments
-from rlflow.commands.convert.verl_arguments import Arguments, from_home
+from rlflow.commands.convert.verl_arguments import ACTOR, Arguments, from_home
 from rlflow.commands.convert.verl_data import data_of
 from rlflow.commands.convert.verl_graph import graph_of
 from rlflow.commands.convert.verl_remarks import reason_without_place
@@ -25,6 +25,8 @@ _OLD = re.compile(
     r"data\.(train|val)_data_num|.*\.(n_agent|grad_offload|ppo_micro_batch_size|log_prob_micro_batch_size)"
 )
 _IMAGES = re.compile(r"[-_.]?(VL|Omni|Vision|InternVL.*|llava.*)\b", re.IGNORECASE)
+# Models of images that rlflow trains, in the form of transformers.
+_SUPPORTED = re.compile(r"qwen2\.5-?vl|qwen3-?vl(?!.*-a\d+b)|internvl.*-hf", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -68,11 +70,15 @@ def convert(script: str) -> Converted:
     content["steps"] = _steps(arguments)
     if (seed := get("data.seed")) is not None:
         content["seed"] = seed
+    reads_images = bool(_IMAGES.search(Path(model).name))
     content["roles"] = roles_of(arguments, content["steps"], models)
+    if reads_images and not get(f"{ACTOR}.freeze_vision_tower"):
+        content["roles"]["actor"]["train"] = "all"
     if arguments.is_one_step_off:
         content["overlap"] = {"max_staleness": 1}
     content["graph"] = graph
-    content |= data_of(arguments, compares_answers=graph["rewards"].get("function") == "number")
+    compares_answers = graph["rewards"].get("function") == "number"
+    content |= data_of(arguments, compares_answers=compares_answers, reads_images=reads_images)
     every, keep = get("trainer.save_freq") or -1, get("trainer.max_actor_ckpt_to_keep")
     content["checkpoints"] = {"every": every if every > 0 else content["steps"], **({"keep": keep} if keep else {})}
     cluster = _cluster(arguments)
@@ -83,10 +89,12 @@ def convert(script: str) -> Converted:
 
 
 def _models(arguments: Arguments, policy: str) -> dict[str, str]:
-    """Return the path of each model. Raises RecipeError for a policy that reads images."""
-    if _IMAGES.search(Path(policy).name):
-        fact = f"'{policy}' reads images, and rlflow trains on text alone"
-        raise RecipeError("actor_rollout_ref.model.path", fact, fix="a model of texts")
+    """Return the path of each model. Raises RecipeError for a policy that reads images in an unsupported way."""
+    name = Path(policy).name
+    if _IMAGES.search(name) and not _SUPPORTED.search(name):
+        fact = f"'{policy}' reads images, and is no model of a type that rlflow trains"
+        known = ("Qwen2.5-VL", "Qwen3-VL", "InternVL3-*-hf")
+        raise RecipeError("actor_rollout_ref.model.path", fact, known=known, fix="use one of these models")
     models = {"policy": policy}
     if arguments.get("algorithm.adv_estimator") == "gae":
         critic = str(arguments.get("critic.model.path") or policy)

@@ -13,8 +13,8 @@ _TYPES = (".parquet", ".json", ".jsonl", ".csv", "")
 _ANSWER = {"answer": "reward_model.ground_truth"}
 
 
-def data_of(arguments: Arguments, *, compares_answers: bool) -> dict[str, Any]:
-    """Return the sections ``data`` and ``evaluation``."""
+def data_of(arguments: Arguments, *, compares_answers: bool, reads_images: bool) -> dict[str, Any]:
+    """Return the sections ``data`` and ``evaluation``, for a policy that ``reads_images`` or text alone."""
     get = arguments.get
     if not get("data.train_files"):
         arguments.note("data.source", "data.train_files is missing; write the path")
@@ -25,6 +25,8 @@ def data_of(arguments: Arguments, *, compares_answers: bool) -> dict[str, Any]:
     columns = dict(_ANSWER) if compares_answers else {}
     if (prompt := get("data.prompt_key")) != "prompt":
         columns["prompt"] = prompt
+    if reads_images and (images := get("data.image_key")) != "images":
+        columns["images"] = images
     evaluated, every = _files(get("data.val_files")), get("trainer.test_freq") or -1
     train, evaluation = Path(files[0]), dict[str, Any]()
     data: dict[str, Any] = {"source": files[0]}
@@ -48,6 +50,10 @@ def data_of(arguments: Arguments, *, compares_answers: bool) -> dict[str, Any]:
     if get("data.filter_overlong_prompts"):
         data["overlong"] = "drop"
         arguments.used.add("data.truncation")
+    elif reads_images and (truncation := get("data.truncation")) != "error":
+        remark = "prompts with images are never cut: long ones are dropped"
+        arguments.note(f"data.truncation={truncation}", remark)
+        data["overlong"] = "drop"
     elif (truncation := get("data.truncation")) != "error":
         if truncation not in _OVERLONG:
             arguments.note(f"data.truncation={truncation}", "not supported; prompts lose their beginning")

@@ -189,11 +189,29 @@ def test_a_reward_function_that_exists_is_called_as_verl_does(
 
 
 @pytest.mark.parametrize(
-    "model", ["Qwen/Qwen2.5-VL-7B-Instruct", "Qwen/Qwen3-VL-30B-A3B-Instruct", "OpenGVLab/InternVL2-1B"]
+    "model", ["Qwen/Qwen2-VL-7B-Instruct", "Qwen/Qwen3-VL-30B-A3B-Instruct", "OpenGVLab/InternVL2-1B"]
 )
-def test_a_model_that_reads_images_is_refused(model: str) -> None:
+def test_other_models_that_read_images_are_refused(model: str) -> None:
     with pytest.raises(RecipeError, match=f"'{model}' reads images"):
         convert(GRPO.replace("Qwen/Qwen2.5-7B-Instruct", model))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "train", "columns"),
+    [
+        ("", "all", {}),
+        (f" {ACTOR}.freeze_vision_tower=True data.image_key=pictures", None, {"images": "pictures"}),
+    ],
+)
+def test_a_model_that_reads_images(arguments: str, train: str | None, columns: dict[str, str]) -> None:
+    script = GRPO.replace("Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-VL-7B-Instruct")
+    converted = content(f"{script} data.truncation=left{arguments}")
+    assert converted["roles"]["actor"].get("train") == train
+    assert converted["data"]["overlong"] == "drop"
+    columns_of_text = content(GRPO)["data"].get("columns", {})
+    assert converted["data"].get("columns", {}) == {**columns_of_text, **columns}
+    remarks = convert(f"{GRPO}{arguments}").remarks
+    assert all("reads text alone" in remarks[argument] for argument in arguments.split())
 
 
 @pytest.mark.parametrize(
