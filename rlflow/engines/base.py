@@ -22,6 +22,7 @@ from rlflow.recipe import Model, Optimizer
 from rlflow.resources.layout import Attention, Auto, Layout
 from rlflow.resources.memory.state import TrainingMemory
 from rlflow.resources.models.lora import Lora
+from rlflow.resources.models.vision import TrainedParts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -236,6 +237,8 @@ class EngineSpec:
     optimizer: Optimizer = field(default_factory=Optimizer)
     lora: Lora | None = None
     """Adapters beside the model's weights: trained here, or copied from the role that this one follows."""
+    train: TrainedParts = "language"
+    """The parts of a vision-language model that are trained."""
     layout: Layout
     rank: int = 0
     """The rank of this worker in its role. Ranks that share sequences (sequence parallelism) are neighbours."""

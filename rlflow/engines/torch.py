@@ -42,6 +42,9 @@ class TorchEngine(TrainingEngine):
             set_timeouts(spec)
         self._masters: dict[str, Parameter] = {}
         if self._trains:
+            for weight in self._model.parameters():
+                if in_fp32 and not weight.requires_grad:
+                    weight.data = weight.data.to(dtype)
             self._masters = {name: _make_master(weight, dtype) for name, weight in super()._trained_weights().items()}
             self._optimizer = self._build_optimizer(self._masters.values())
             self._check_weights("after loading")

@@ -12,6 +12,7 @@ from rlflow.batch import Logprobs, Metrics, Minibatch, Packed, Rewards, Sequence
 from rlflow.batch.segments import unfold
 from rlflow.engines.base import EngineSpec, Entropy, TokenLoss, choose_head
 from rlflow.engines.causal_lm.adapters import (
+    excluded_modules,
     is_adapter,
     merge_adapter,
     save_adapters,
@@ -29,7 +30,7 @@ from rlflow.engines.sharded.checkpoints import restore_shards, save_shards
 from rlflow.engines.sharded.process_group import create_sharding, wait_for_files
 from rlflow.engines.sharded.trained_state import TrainedState
 from rlflow.engines.times import ProfiledEngine
-from rlflow.engines.vision.passes import load_eyes
+from rlflow.engines.vision.passes import freeze_parts, load_eyes
 from rlflow.errors import NotFiniteError
 
 if TYPE_CHECKING:
@@ -68,6 +69,8 @@ class TrainingEngine(TunableEngine, ProfiledEngine, ABC):
 
         spec = self._spec
         self._model = self._called_model = model
+        if self._trains:
+            freeze_parts(model, spec)
         self._tokenizer = load_tokenizer(spec.model_name, spec.model)
         self._vision = load_eyes(spec, model, self._tokenizer)
         if spec.layout.gradient_checkpointing:
@@ -208,7 +211,8 @@ class TrainingEngine(TunableEngine, ProfiledEngine, ABC):
             save_model(self._model, self._tokenizer, folder, exported, family)
             if lora is not None:
                 named_for_peft = {transfer_name(name): weight for name, weight in adapters.items()}
-                save_adapters(folder / "adapters", lora, named_for_peft, self._spec.model.path)
+                excluded = excluded_modules(self._model)
+                save_adapters(folder / "adapters", lora, named_for_peft, self._spec.model.path, excluded)
         if self._spec.world_size > 1:
             wait_for_files()
 

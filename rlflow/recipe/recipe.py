@@ -14,6 +14,7 @@ from rlflow.recipe.evaluation import Evaluation
 from rlflow.resources.layout import Resources
 from rlflow.resources.models.architecture import Architecture
 from rlflow.resources.models.lora import Lora
+from rlflow.resources.models.vision import TrainedParts
 from rlflow.resources.workload import Overlap
 from rlflow.schema import MAY_CHANGE, OPERATIONAL, Count, CountOrZero, Section, Steps, Text
 
@@ -90,7 +91,10 @@ class Role(Resources):
     optimizer: Optimizer | None = None
     """The optimizer of a trained role."""
     lora: Lora | None = None
-    """Adapters of a trained role, which are trained instead of its weights."""
+    """Adapters of a trained role, which are trained instead of its weights. They are in the language part alone."""
+    train: TrainedParts = "language"
+    """The parts of a vision-language model that are trained: ``language``, ``all``, or a list of ``language``,
+    ``tower`` and ``projector``."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,6 +48,9 @@ def check_roles(recipe: Recipe, graph: Graph) -> None:
             fact = f"'{name}' is never trained, so it has no optimizer state"
             raise GraphError(f"{path}.offload", fact, fix=f"{path}.offload=auto, or weights")
         _check_lora(recipe, graph, name, role)
+        if role.train != "language" and (role.lora is not None or name not in graph.trained_roles()):
+            why = "adapters are in the language part alone" if role.lora else "the role is never trained"
+            raise GraphError(f"roles.{name}.train", why, fix="remove it")
         if role.follows is not None:
             _check_follows(recipe, name, role.follows, trained)
 

@@ -5,12 +5,14 @@ B starts at zero, so a new adapter does not change the model (Hu et al. 2021, ar
 [outputs, rank] beside it. peft's files name the same weights differently; those names are used for transfers.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from rlflow.engines.base import EngineSpec
+from rlflow.engines.vision.base import find_family
 from rlflow.errors import RecipeError
 from rlflow.resources.models.lora import Lora
 from rlflow.system.compat.peft import set_adapters_disabled
@@ -37,7 +39,12 @@ def add_adapters(model: "PreTrainedModel", spec: EngineSpec) -> None:
     import torch
     from peft import LoraConfig, inject_adapter_in_model
 
-    config = LoraConfig(r=spec.lora.rank, lora_alpha=spec.lora.alpha, target_modules=_target_modules(model, spec))
+    config = LoraConfig(
+        r=spec.lora.rank,
+        lora_alpha=spec.lora.alpha,
+        target_modules=_target_modules(model, spec),
+        exclude_modules=excluded_modules(model),
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)
         inject_adapter_in_model(config, model)
@@ -51,9 +58,11 @@ def _target_modules(model: "PreTrainedModel", spec: EngineSpec) -> list[str]:
     import torch
 
     assert spec.lora is not None
-    head = model.get_output_embeddings()
+    head, excluded = model.get_output_embeddings(), re.compile(excluded_modules(model) or "(?!)")
     linear = (
-        name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear) and module is not head
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and module is not head and not excluded.fullmatch(name)
     )
     known = sorted({name.rpartition(".")[2] for name in linear})
     if spec.lora.target_modules == "all-linear":
@@ -76,6 +85,14 @@ def base_names(model: "PreTrainedModel", spec: EngineSpec) -> dict[str, str]:
     """
     targets = _target_modules(model, spec) if spec.lora else []
     return {rf"(?<!\d)\.{name}\.": f".{name}{_BASE_LAYER}" for name in targets}
+
+
+def excluded_modules(model: "PreTrainedModel") -> str | None:
+    """Return a pattern of the modules that get no adapters, for peft: those that encode images."""
+    family = find_family(model.config.model_type)
+    if family is None:
+        return None
+    return "|".join(f"{re.escape(prefix)}.*" for prefix in (family.tower_prefix, *family.projector_prefixes))
 
 
 @contextmanager
@@ -122,8 +139,10 @@ def merge_adapter(
     return f"{layer}.{kind}", (weight.float() + lora.scaling * (b @ a)).to(weight.dtype)
 
 
-def save_adapters(folder: Path, lora: Lora, adapters: "Mapping[str, Tensor]", base: str | None) -> None:
-    """Write adapters, keyed by their transfer names, in peft's format.
+def save_adapters(
+    folder: Path, lora: Lora, adapters: "Mapping[str, Tensor]", base: str | None, excluded: str | None = None
+) -> None:
+    """Write adapters, keyed by their transfer names, in peft's format. ``excluded``: see ``excluded_modules``.
 
     ``base`` is the path of the base model. A folder is not recorded, because other machines do not have it.
     """
@@ -136,6 +155,7 @@ def save_adapters(folder: Path, lora: Lora, adapters: "Mapping[str, Tensor]", ba
         r=lora.rank,
         lora_alpha=lora.alpha,
         target_modules=targets,
+        exclude_modules=excluded,
         task_type="CAUSAL_LM",
         base_model_name_or_path=None if base is None or Path(base).is_dir() else base,
     ).save_pretrained(str(folder))

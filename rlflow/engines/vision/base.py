@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,13 +16,13 @@ from rlflow.engines.causal_lm.model_files import check_folder, loading_from
 from rlflow.engines.causal_lm.new_configs import new_config, new_image_processor
 from rlflow.errors import RecipeError, first_line
 from rlflow.recipe import Model
+from rlflow.resources.models.vision import Part
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
 Ids = NDArray[np.int32]
-Part = Literal["language", "tower", "projector"]
 # The file of each type of model in transformers.
 _FILES = {"idefics3": "idefics", "internvl": "internvl", "qwen2_5_vl": "qwen", "qwen3_vl": "qwen"}
 

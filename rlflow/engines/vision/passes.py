@@ -18,7 +18,8 @@ from rlflow.engines.base import EngineSpec
 from rlflow.engines.causal_lm.host_arrays import to_device
 from rlflow.engines.causal_lm.packing import Index, Stream, rope_of_stream
 from rlflow.engines.vision.base import Pixels, VisionFamily, find_family, load_vision
-from rlflow.errors import EngineError
+from rlflow.errors import EngineError, RecipeError
+from rlflow.resources.models.vision import list_parts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -121,6 +122,20 @@ class Vision:
         from PIL import Image as Pictures
 
         return self.family.read(Pictures.open(BytesIO(image.encoded)).convert("RGB"))
+
+
+def freeze_parts(model: Any, spec: EngineSpec) -> None:
+    """Freeze the parts of a vision-language model that the role does not train.
+
+    Raises RecipeError for parts that a model does not have.
+    """
+    family, trained = find_family(model.config.model_type), list_parts(spec.train)
+    if family is None and trained != ("language",):
+        fact = f"models.{spec.model_name} reads text alone, and has none of the parts {', '.join(trained)}"
+        raise RecipeError(f"roles.{spec.role}.train", fact, fix="remove it")
+    for name, weight in model.named_parameters():
+        if family is not None and family.part_of(name) not in trained:
+            weight.requires_grad_(False)
 
 
 def load_eyes(spec: EngineSpec, model: Any, tokenizer: "PreTrainedTokenizerBase") -> Vision | None:

@@ -1,10 +1,16 @@
-"""The figures of a model's image tower."""
+"""The parts of a model that sees images: which of them are trained, and the figures of its tower."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal, get_args
+
+from annotated_types import MinLen
 
 from rlflow.errors import RecipeError
 from rlflow.schema import Count, Section
+
+Part = Literal["language", "tower", "projector"]
+"""A part of a vision-language model: the tower encodes images, and the projector turns them into tokens."""
+TrainedParts = Literal["language", "all"] | Annotated[tuple[Part, ...], MinLen(1)]
 
 # Tokens for images in each type of model, the placeholder first.
 _TOKENS = {
@@ -41,6 +47,13 @@ class VisionTower(Section):
     def num_image_tokens(self) -> int:
         """Return how many placeholders an image has."""
         return (self.image_size // self.patch_size) ** 2 // 4
+
+
+def list_parts(trained: TrainedParts) -> tuple[Part, ...]:
+    """Return the parts that are trained."""
+    if trained == "all":
+        return get_args(Part)
+    return ("language",) if trained == "language" else trained
 
 
 def check_tower(tower: VisionTower, path: str) -> None:

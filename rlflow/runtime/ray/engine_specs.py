@@ -50,6 +50,7 @@ def spec_of(
         steps=plan.recipe.steps - plan.graph.critic_warmup(role),
         optimizer=options.optimizer or Optimizer(),
         lora=plan.recipe.lora_of(role),
+        train=options.train,
         layout=placement.layout,
         rank=rank,
         world_size=len(placement.workers),
