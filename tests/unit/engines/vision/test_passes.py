@@ -1,6 +1,7 @@
 """Packed passes with images against one plain pass of transformers for each row."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ from rlflow.engines.vision.base import Pixels
 from rlflow.engines.vision.passes import Vision
 from rlflow.errors import EngineError
 from rlflow.recipe import Model
-from rlflow.resources.layout import Layout
+from tests.helpers import spec
 from tests.unit.engines.vision.test_base import load_family, open_picture
 from tests.vision_models import KINDS, encoded_picture, model_folder
 
@@ -34,20 +35,15 @@ class Case(NamedTuple):
     pictures: list[list[Any]]
 
 
+def vision_spec(kind: str, *capabilities: str) -> EngineSpec:
+    model = Model(path=str(model_folder(kind)), dtype="float32")
+    return replace(spec(model=model, capabilities=capabilities or ("Scores",)), max_model_len=512)
+
+
 def build_case(kind: str) -> Case:
     import torch
 
     family, rng = load_family(kind), np.random.default_rng(0)
-    spec = EngineSpec(
-        role="actor",
-        model_name="policy",
-        model=Model(path=str(model_folder(kind)), dtype="float32"),
-        capabilities=frozenset({"Scores"}),
-        device="cpu",
-        seed=0,
-        steps=1,
-        layout=Layout(micro_batch_tokens=2**20),
-    )
     text = family.tokenizer("is it?", add_special_tokens=False)["input_ids"]
     images, pictures, prompts, responses = [], [], [], []
     for group, sizes in enumerate(SIZES):
@@ -66,7 +62,9 @@ def build_case(kind: str) -> Case:
         response_ids=Packed.from_rows(responses, np.int32),
         images=pack_images(images),
     )
-    return Case(Vision(family, is_trained=True), load_model(spec, dtype=torch.float32), sequences, pictures)
+    return Case(
+        Vision(family, is_trained=True), load_model(vision_spec(kind), dtype=torch.float32), sequences, pictures
+    )
 
 
 def plain_logprobs(kind: str, model: Any, ids: np.ndarray, pictures: Sequence[Any], response: np.ndarray) -> Any:
