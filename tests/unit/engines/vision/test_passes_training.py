@@ -47,7 +47,7 @@ def test_only_these_parts_are_trained(kind: str, train: TrainedParts) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_engine_that_follows_sees_with_the_trained_tower(kind: str, tmp_path: Path) -> None:
-    """What it samples after a sync has the logprobs of the trainer, and so has the exported model."""
+    """The trainer, the engine that follows it and the exported model agree on the logprobs of samples."""
     engine, follower = TorchEngine(actor(kind, "all")), TransformersEngine(vision_spec(kind, "Generates"))
     firsts = build_case(kind).sequences.take(np.arange(0, 15, 3))
     prompts = Prompts(keys=firsts.keys, ids=firsts.prompt_ids, rows=[{}] * len(firsts), images=firsts.images)
