@@ -57,8 +57,7 @@ def test_rows_have_type_default_and_unit(path: str, row: tuple[str, str, str]) -
 
 def paths(content: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     for name, value in content.items():
-        inside = prefix.split(".")[0] if prefix.count(".") == 1 else ""
-        shown = {"models": "NAME", "roles": "ROLE"}.get(inside, name)
+        shown = {"models.": "NAME", "roles.": "ROLE", "evaluation.sets.": "NAME"}.get(prefix, name)
         if isinstance(value, Mapping) and shown not in ("options", "columns", "template_options"):
             yield from paths(value, f"{prefix}{shown}.")
         else:
