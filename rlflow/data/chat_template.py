@@ -26,6 +26,22 @@ class TemplateError(Exception):
     """A chat template failed, or exceeded a limit."""
 
 
+def processor_template(path: str) -> str | None:
+    """Return the chat template that the model at ``path`` has in a file of its processor, or None.
+
+    Tokenizers do not read this file, which repositories of vision-language models from 2024 have.
+    """
+    from transformers.utils import cached_file
+
+    try:
+        file = cached_file(path, "chat_template.json")
+        content = json.loads(Path(str(file)).read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
+    template = content.get("chat_template") if isinstance(content, dict) else None
+    return template if isinstance(template, str) else None
+
+
 def render_all(render: Callable[[Any], str], conversations: Sequence[Any]) -> list[str]:
     """Return the text of each conversation. Raises TemplateError, whose message continues a sentence."""
     ours, theirs = socket.socketpair()

@@ -9,12 +9,13 @@ from pathlib import Path
 from rlflow.compiler import compile_recipe
 from rlflow.compiler.models import models_in_use, trained_role
 from rlflow.compiler.plan import Plan
+from rlflow.data.chat_template import processor_template
 from rlflow.data.encoding import Reader
 from rlflow.data.mistakes import Rows
 from rlflow.data.source import DataSource, SourceEdge, open_training_data
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.engines.registry import engine_kind
-from rlflow.engines.vision.base import load_vision
+from rlflow.engines.vision.base import VisionFamily, load_vision
 from rlflow.recipe import Data, Model
 from rlflow.resources.models.config import check_agreement
 from rlflow.runtime.checkpoint import RunProgress
@@ -84,7 +85,13 @@ def open_data(
     edge: SourceEdge = "pairs" if "pairs" in graph.sources else "examples" if "examples" in graph.sources else "prompts"
     model, tokenizer = models[name], load_tokenizer(name, models[name])
     num_embeddings = model.architecture.vocab_size if model.architecture else None
-    reader = Reader(num_embeddings, lambda: load_vision(name, model, tokenizer))
+
+    def load_eyes() -> VisionFamily:
+        if tokenizer.chat_template is None and model.path is not None:
+            tokenizer.chat_template = processor_template(model.path)
+        return load_vision(name, model, tokenizer)
+
+    reader = Reader(num_embeddings, load_eyes)
     data = open_training_data(recipe.data, tokenizer, rows, recipe.seed, held_out=held_out, edge=edge, reader=reader)
     check_examples(plan, data)
     renders_prompts = any(getattr(node.operation, "reads_rendered_prompts", False) for node in graph.nodes)

@@ -8,7 +8,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from rlflow.data import chat_template
-from rlflow.data.chat_template import TemplateError, render_all
+from rlflow.data.chat_template import TemplateError, processor_template, render_all
 
 LOOP = "{% for x in range(99999) %}"
 CONVERSATION = [{"role": "user", "content": "hi"}]
@@ -53,3 +53,19 @@ def test_a_template_that_is_refused(
         render_all(renders(template), [CONVERSATION])
     assert str(raised.value).startswith(message)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "template"),
+    [
+        ('{"chat_template": "{{ 1 }}"}', "{{ 1 }}"),
+        ('{"chat_template": 1}', None),
+        ("[]", None),
+        ("{", None),
+        (None, None),
+    ],
+)
+def test_the_template_of_a_processor(content: str | None, template: str | None, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "chat_template.json").write_text(content)
+    assert processor_template(str(tmp_path)) == template
