@@ -42,6 +42,7 @@ LAZY = {
     "engines/causal_lm/attention.py",
     "engines/causal_lm/compilation.py",
     "engines/causal_lm/output_layer.py",
+    "engines/sharded/experts.py",
     "engines/sharded/ulysses.py",
 }
 

@@ -164,7 +164,7 @@ def _pinned(demand: Demand, layout: Layout, workload: Workload) -> Demand:
     passes = (task for task in workload.of(demand.role) if task.kind != "generate" and task.is_expected)
     tokens = max((task.longest for task in passes), default=0)
     pins = replace(demand.pins, micro_batch_tokens=max(tokens, layout.micro_batch_tokens))
-    for name in ("tensor", "pipeline", "data", "sequence"):
+    for name in ("tensor", "pipeline", "data", "sequence", "expert"):
         if name in demand.parallel:
             field = f"{name}_parallel_size"
             pins = replace(pins, **{field: getattr(layout, field)})

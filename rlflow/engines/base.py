@@ -280,8 +280,8 @@ class EngineKind:
     engine: type[Any]
     """The class, which is built from an ``EngineSpec``."""
     parallel: frozenset[str] = frozenset()
-    """The ways to spread it over GPUs that it supports: tensor, pipeline, data, sequence, and replicas of what data-
-    and sequence-parallel ranks shard."""
+    """The ways to spread it over GPUs that it supports: tensor, pipeline, data, sequence, expert, and replicas of
+    what data- and sequence-parallel ranks shard."""
     package: str | None = None
     """The extra that installs its library. An engine that has one runs in a process of its own."""
     check_package: Callable[[], None] = lambda: None

@@ -9,8 +9,9 @@ from rlflow.engines.base import ALL_TRANSPORTS, TORCH_TRAINING, EngineKind, Engi
 from rlflow.engines.causal_lm.adapters import add_adapters
 from rlflow.engines.causal_lm.pretrained import load_model
 from rlflow.engines.sharded.engine import ShardedEngine
-from rlflow.engines.sharded.mesh import create_mesh, full_values, local_values
+from rlflow.engines.sharded.mesh import create_meshes
 from rlflow.engines.sharded.process_group import join_process_group, set_timeouts, wait_for_files
+from rlflow.engines.sharded.shard_values import full_values, local_values
 from rlflow.engines.sharded.sharded_state import ShardedState
 from rlflow.engines.sharded.shards import MeshShards
 from rlflow.engines.sharded.trained_state import TrainedState
@@ -18,6 +19,8 @@ from rlflow.engines.sharded.trained_state import TrainedState
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+    from torch.nn import Parameter
     from transformers import PreTrainedModel
 
 
@@ -44,7 +47,7 @@ class FsdpEngine(ShardedEngine):
         if is_sharded:
             self._root, self._called_model = cast("FSDPModule", model), _InDtype(model, self._dtype)
         if self._trains:
-            self._optimizer = self._build_optimizer(self._trained_weights().values())
+            self._optimizer = self._build_optimizer({"params": weights} for weights in self._weights_by_mesh())
             self._check_weights("after loading")
         set_timeouts(spec)
 
@@ -54,7 +57,7 @@ class FsdpEngine(ShardedEngine):
         spec = self._spec
         # Frozen weights have no masters.
         dtype = torch.float32 if self._trains and not spec.lora else self._dtype
-        return load_model(spec, dtype=dtype, shards=MeshShards(spec, create_mesh(spec), self._dtype))
+        return load_model(spec, dtype=dtype, shards=MeshShards(spec, create_meshes(spec), self._dtype))
 
     def _load_whole(self) -> "PreTrainedModel":
         model = load_model(self._spec, dtype=self._dtype)
@@ -82,14 +85,23 @@ class FsdpEngine(ShardedEngine):
     def _clip_and_step(self) -> float:
         import torch
 
-        weights = list(self._trained_weights().values())
-        gradients = [weight.grad for weight in weights if weight.grad is not None]
-        norm = full_values(torch.nn.utils.get_total_norm(gradients), torch.float32)
+        groups = self._weights_by_mesh()
+        gradients = [[weight.grad for weight in group if weight.grad is not None] for group in groups]
+        norms = [full_values(torch.nn.utils.get_total_norm(group), torch.float32) for group in gradients]
+        norm = torch.linalg.vector_norm(torch.stack(norms))
         if torch.isfinite(norm):
-            torch.nn.utils.clip_grads_with_norm_(weights, self._spec.optimizer.max_grad_norm, norm)
+            for group in groups:
+                torch.nn.utils.clip_grads_with_norm_(group, self._spec.optimizer.max_grad_norm, norm)
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         return float(norm)
+
+    def _weights_by_mesh(self) -> "list[list[Parameter]]":
+        """Return the trained weights of each mesh: torch combines sharded tensors of one mesh alone."""
+        groups: dict[Any, list[Parameter]] = {}
+        for weight in self._trained_weights().values():
+            groups.setdefault(cast("DTensor", weight).device_mesh, []).append(weight)
+        return list(groups.values())
 
     def _trained_state(self) -> TrainedState:
         return ShardedState(self._spec, self._trained_weights(), self._optimizer)
@@ -99,8 +111,12 @@ class FsdpEngine(ShardedEngine):
         return local_values(weight)
 
     def _gather(self, weights: "Mapping[str, Tensor]") -> "Iterator[tuple[str, Tensor]]":
+        import torch
+
         for name, weight in weights.items():
-            yield name, full_values(weight, self._dtype)
+            # Buffers are in the type that the model needs.
+            is_buffer = not isinstance(weight, torch.nn.Parameter)
+            yield name, full_values(weight, weight.dtype if is_buffer else self._dtype)
 
     def _weight_tensors(self) -> "Iterable[Tensor]":
         return [local_values(tensor.data) for tensor in (*self._model.parameters(), *self._model.buffers())]
@@ -127,7 +143,7 @@ _TRAINING_MEMORY = replace(TORCH_TRAINING["bfloat16"], weights=4, optimizer=8)
 
 ENGINE = EngineKind(
     engine=FsdpEngine,
-    parallel=frozenset({"data", "sequence", "replicate"}),
+    parallel=frozenset({"data", "sequence", "expert", "replicate"}),
     training_memory={"float32": TORCH_TRAINING["float32"], "bfloat16": _TRAINING_MEMORY},
     sends_weights_by=ALL_TRANSPORTS,
 )

@@ -79,7 +79,7 @@ class TrainingEngine(TunableEngine, ProfiledEngine, ABC):
             compile_layers(model)
         self._sharding = create_sharding(spec, model)
 
-    def _build_optimizer(self, parameters: "Iterable[Parameter]") -> "Optimizer":
+    def _build_optimizer(self, parameters: "Iterable[Parameter] | Iterable[dict[str, Any]]") -> "Optimizer":
         import torch
 
         options = self._spec.optimizer

@@ -198,6 +198,7 @@ def describe_layout(layout: Layout) -> str:
         ("tp", layout.tensor_parallel_size),
         ("pp", layout.pipeline_parallel_size),
         ("sp", layout.sequence_parallel_size),
+        ("ep", layout.expert_parallel_size),
     )
     words = [f"{name} {size}" for name, size in degrees if size > 1] or ["1 worker"]
     if layout.num_replicas is not None:

@@ -24,7 +24,7 @@ class Demand:
     role: str
     engine: str
     parallel: frozenset[str]
-    """The ways in which the engine can be parallel: tensor, pipeline, data, sequence, replicate."""
+    """The ways in which the engine can be parallel: tensor, pipeline, data, sequence, expert, replicate."""
     job: RoleJob
     architecture: Architecture | None
     """None for a model whose figures are not known."""
@@ -48,7 +48,7 @@ class Demand:
     @cached_property
     def _pinned(self) -> Mapping[str, int | None]:
         found: dict[str, int | None] = {}
-        for name in ("gpus", *(f"{way}_parallel_size" for way in ("tensor", "pipeline", "data", "sequence"))):
+        for name in ("gpus", *(f"{way}_parallel_size" for way in ("tensor", "pipeline", "data", "sequence", "expert"))):
             value = getattr(self.pins, name)
             has_choice = name == "gpus" or name.removesuffix("_parallel_size") in self.parallel
             found[name] = int(value) if value != "auto" else None if has_choice else 1
@@ -92,11 +92,16 @@ class Demand:
 
     def _check_applies(self) -> None:
         """Check that the engine has every option that is pinned."""
-        for way in ("tensor", "pipeline", "data", "sequence"):
+        for way in ("tensor", "pipeline", "data", "sequence", "expert"):
             degree = getattr(self.pins, f"{way}_parallel_size")
             if degree not in ("auto", 1) and way not in self.parallel:
                 fact = f"is {degree}, but engine '{self.engine}' cannot be {way}-parallel"
                 raise self._error(f"{way}_parallel_size", fact, fix="1")
+        num_experts = self.architecture.num_experts if self.architecture else None
+        groups = self.pinned("expert_parallel_size") or 1
+        if (num_experts or 1) % groups:
+            fact = f"{groups} GPUs cannot divide the experts of a model that has {num_experts or 'no experts'}"
+            raise self._error("expert_parallel_size", fact, fix="1")
         serves, trains = self.job == "serve", self.job == "train"
         sharded = not serves and "data" in self.parallel
         for field, has in (

@@ -32,6 +32,8 @@ class Resources(Section):
     """Ranks or engines that each work on their own part of a batch."""
     sequence_parallel_size: Count | Auto = "auto"
     """GPUs of one host that divide the tokens of each sequence among them."""
+    expert_parallel_size: Count | Auto = "auto"
+    """GPUs of one host that divide the experts of each layer among them, and exchange tokens."""
     num_replicas: Count | Auto = "auto"
     """Copies of a sharded model, each on its part of the data-parallel ranks: with one per host, weights are gathered
     inside hosts."""

@@ -1,35 +1,57 @@
 """The ranks of a role as a mesh, and a model whose weights torch shards over it (FSDP, in several replicas HSDP).
 
 Ranks are ordered by replica, then by share of the data, then by part of a sequence. All ranks of a replica shard the
-weights together, and their gradients are sums, as rlflow's losses are.
+weights together, and their gradients are sums, as rlflow's losses are. Groups of neighbours may divide the experts of a
+model among them; the ranks with the same experts then shard these.
 """
 
 import warnings
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from rlflow.engines.base import EngineSpec
-from rlflow.engines.causal_lm.compilation import decoder_layers
+from rlflow.errors import EngineError
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedModel
 
 
-def create_mesh(spec: EngineSpec) -> "DeviceMesh":
-    """Return the mesh of all ranks of a role; all of them call this at the same time."""
+@dataclass(frozen=True)
+class Meshes:
+    """The ranks that share weights."""
+
+    shards: "DeviceMesh"
+    """All ranks, by replica and shard."""
+    experts: "DeviceMesh | None" = None
+    """The ranks of a group that divide experts among them."""
+    expert_shards: "DeviceMesh | None" = None
+    """The ranks with the same experts, by replica and shard."""
+
+
+def create_meshes(spec: EngineSpec) -> Meshes:
+    """Return the meshes of a role; all of its ranks call this at the same time."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
 
-    replicas = spec.layout.num_replicas or 1
-    sizes = {"replicate": replicas} if replicas > 1 else {}
-    sizes["fsdp"] = spec.world_size // replicas
-    return init_device_mesh(torch.device(spec.device).type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    device, layout = torch.device(spec.device).type, spec.layout
+    size = layout.expert_parallel_size
+    if layout.num_shards % size:
+        fact = f"its {layout.num_shards} ranks of a replica cannot be divided into groups of {size} for experts"
+        raise EngineError(f"role {spec.role}: {fact}.")
+    replicas = [layout.num_replicas] if layout.num_replicas and layout.num_replicas > 1 else []
+    names = ("replicate", "fsdp")[1 - len(replicas) :]
+    shards = init_device_mesh(device, (*replicas, layout.num_shards), mesh_dim_names=names)
+    if size == 1:
+        return Meshes(shards)
+    sizes = (*replicas, layout.num_shards // size, size)
+    by_expert = init_device_mesh(device, sizes, mesh_dim_names=(*names, "expert"))
+    return Meshes(shards, by_expert["expert"], by_expert[names])
 
 
-def shard_model(model: "PreTrainedModel", mesh: "DeviceMesh", compute_dtype: "torch.dtype") -> None:
+def shard_model(model: "PreTrainedModel", meshes: Meshes, compute_dtype: "torch.dtype") -> None:
     """Shard the weights of each layer together, and those of embeddings, output layer and the rest.
 
     A pass gathers them in ``compute_dtype``, and gradients are reduced in float32. Tied weights stay with the rest,
@@ -38,15 +60,23 @@ def shard_model(model: "PreTrainedModel", mesh: "DeviceMesh", compute_dtype: "to
     import torch
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+    from rlflow.engines.causal_lm.compilation import decoder_layers
+    from rlflow.engines.sharded.experts import divide_experts, find_experts
+
     # The scores of a pass are a view, which nothing changes in place.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    divided = list(find_experts(model)) if meshes.experts is not None else []
+    for experts in divided:
+        assert meshes.experts is not None
+        divide_experts(experts, meshes.experts)
+        fully_shard(experts, mesh=meshes.expert_shards, mp_policy=policy)
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     chain: list[Any] = list(decoder_layers(model))
     if head is not None and head.weight is not embeddings.weight:
         chain = [embeddings, *chain, head]
     for module in (*chain, model):
-        fully_shard(module, mesh=mesh, mp_policy=policy)
+        fully_shard(module, mesh=meshes.shards, mp_policy=policy)
     for module, following in pairwise(chain):
         module.set_modules_to_forward_prefetch([following])
     for module in model.modules():
@@ -54,27 +84,3 @@ def shard_model(model: "PreTrainedModel", mesh: "DeviceMesh", compute_dtype: "to
             # The default divides by the number of ranks.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-
-
-def local_values(weight: "Tensor") -> "Tensor":
-    """Return the values of a weight that this rank has."""
-    from torch.distributed.tensor import DTensor
-
-    return weight.to_local() if isinstance(weight, DTensor) else weight
-
-
-def full_values(weight: "Tensor", dtype: "torch.dtype") -> "Tensor":
-    """Return a weight in ``dtype``, gathered from the ranks of a replica, which all call this at the same time."""
-    from torch.distributed.tensor import DTensor
-
-    values = weight.detach().to(dtype)
-    return values.full_tensor() if isinstance(values, DTensor) else values
-
-
-def fill_shard(weight: "Tensor", values: "Tensor") -> None:
-    """Give a sharded weight this rank's part of ``values``, which all ranks have."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    assert isinstance(weight, DTensor)
-    shard = distribute_tensor(values.to(weight.device), weight.device_mesh, weight.placements, src_data_rank=None)
-    local_values(weight.detach()).copy_(shard.to_local())

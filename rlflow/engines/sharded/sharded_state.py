@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from rlflow.engines.sharded.mesh import local_values
+from rlflow.engines.sharded.shard_values import local_values
 from rlflow.engines.sharded.trained_state import WEIGHTS, TrainedState
 from rlflow.system.compat.torch import shard_offsets
 

@@ -10,21 +10,21 @@ from typing import TYPE_CHECKING, Any
 
 from rlflow.engines.base import EngineSpec
 from rlflow.engines.causal_lm.adapters import add_adapters, base_names, is_adapter
-from rlflow.engines.sharded.mesh import fill_shard, shard_model
+from rlflow.engines.sharded.mesh import Meshes, shard_model
+from rlflow.engines.sharded.shard_values import fill_shard
 from rlflow.system.compat.transformers import cut_when_loaded, initialize_head, keep_values
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.nn import Module
 
 
 class MeshShards:
     """The shards of a model on a mesh, with its adapters."""
 
-    def __init__(self, spec: EngineSpec, mesh: "DeviceMesh", compute_dtype: "torch.dtype") -> None:
-        self._spec, self._mesh, self._compute_dtype = spec, mesh, compute_dtype
+    def __init__(self, spec: EngineSpec, meshes: Meshes, compute_dtype: "torch.dtype") -> None:
+        self._spec, self._meshes, self._compute_dtype = spec, meshes, compute_dtype
         self._new_values: dict[str, Tensor] = {}
         """The values of weights that a checkpoint may lack, by their names."""
 
@@ -40,7 +40,7 @@ class MeshShards:
             self._new_values |= {f"score.{name}": value for name, value in self._new_head(model, head).items()}
         for name in self._new_values:
             keep_values(model.get_submodule(name.rpartition(".")[0]))
-        shard_model(model, self._mesh, self._compute_dtype)
+        shard_model(model, self._meshes, self._compute_dtype)
 
     def _new_head(self, model: Any, head: Any) -> "dict[str, Tensor]":
         """Return the weights of a new value or reward head."""

@@ -1,6 +1,7 @@
 """Private names of torch."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from socket import socket
 from typing import TYPE_CHECKING, Any
@@ -56,6 +57,17 @@ def set_group_timeouts(timeout: timedelta, spared: "Collection[ProcessGroup]") -
     for group in distributed_c10d._world.pg_map:
         if group not in spared:
             distributed_c10d._set_pg_timeout(timeout, group)
+
+
+@contextmanager
+def computing_with(module: Any, weights: Mapping[str, Any]) -> Iterator[None]:
+    """Let a module's forward pass use other tensors, with gradients of their own, for its weights."""
+    before = dict(module._parameters)
+    module._parameters.update(weights)
+    try:
+        yield
+    finally:
+        module._parameters.update(before)
 
 
 def shard_offsets(weight: Any) -> tuple[int, ...]:

@@ -85,6 +85,15 @@ def replica_counts(demand: Demand, layout: Layout, shape: PoolShape) -> list[int
     return [count for count in sorted(counts) if layout.data_parallel_size % count == 0]
 
 
+def expert_sizes(demand: Demand, layout: Layout, shape: PoolShape) -> list[int]:
+    """Return the sizes of groups that divide experts to try: powers of two that a host and a replica consist of."""
+    pinned = demand.pinned("expert_parallel_size")
+    sizes = [pinned] if pinned else [2**n for n in range(shape.largest_group.bit_length())]
+    num_experts = (demand.architecture.num_experts if demand.architecture else 0) or 1
+    divided = (num_experts, layout.num_shards, *(gpus for gpus, _ in shape.hosts))
+    return [size for size in sizes if size == 1 or (layout.zero_stage == 3 and all(n % size == 0 for n in divided))]
+
+
 def with_copies(demand: Demand, shape: PoolShape, base: Layout, sequence: int, stages: int) -> Layout | Shortage:
     """Return the layout with these degrees, and with as many copies as pinned or as the pool has room for.
 

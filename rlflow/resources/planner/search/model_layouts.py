@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import product
 from math import ceil, inf
 
 from rlflow.resources.demand import Demand
@@ -15,6 +16,7 @@ from rlflow.resources.planner.prediction.role_memory import largest_micro_batch,
 from rlflow.resources.planner.prediction.task_times import task_seconds
 from rlflow.resources.planner.search.degrees import (
     CPU_MICRO_BATCH_TOKENS,
+    expert_sizes,
     group_sizes,
     replica_counts,
     stages_from_pins,
@@ -32,7 +34,7 @@ def model_options(
 ) -> Iterator["ModelOption | Shortage"]:
     """Yield the options of a role that trains or scores: sequence parallelism and checkpointing."""
     # On as many GPUs, more ranks for a sequence, checkpointing, and more reductions, save memory and no time.
-    fastest: dict[tuple[int, int | None], ModelOption] = {}
+    fastest: dict[tuple[int | None, ...], ModelOption] = {}
     kept = _kept_layers(demand, host_set)
     for layout in _sequence_layouts(demand, base, shape):
         if isinstance(layout, Shortage):
@@ -40,7 +42,7 @@ def model_options(
         elif layout.offload == "weights" and layout.zero_stage != 3:
             yield Shortage(demand.role, inf, "weights can be offloaded in ZeRO stage 3 only")
         else:
-            key = layout.num_gpus, layout.num_replicas
+            key = layout.num_gpus, layout.num_replicas, layout.expert_parallel_size
             for kept_layers in kept:
                 option = ModelOption(demand, tasks, host_set, layout, kept_layers, fastest.get(key))
                 fastest.setdefault(key, option)
@@ -75,14 +77,22 @@ def _sequence_layouts(demand: Demand, base: Layout, shape: PoolShape) -> Iterato
 
 
 def _replica_layouts(demand: Demand, layout: Layout, shape: PoolShape) -> Iterator[Layout | Shortage]:
-    """Yield a layout with the replicas to try, with one reduction of gradients in a step and with one in each pass."""
+    """Yield a layout with the replicas and groups of experts to try.
+
+    Gradients are reduced once in a step or in each pass.
+    """
     for count in replica_counts(demand, layout, shape):
         if layout.data_parallel_size % count:
             what = f"{count} replicas cannot share {layout.data_parallel_size} data-parallel ranks evenly"
             yield Shortage(demand.role, inf, what)
             continue
-        for reduces_once in (True, False) if demand.job == "train" else (False,):
-            yield replace(layout, num_replicas=count, reduces_once=reduces_once)
+        replicas = replace(layout, num_replicas=count)
+        sizes = expert_sizes(demand, replicas, shape)
+        if not sizes:
+            what = f"its experts, or {replicas.num_shards} ranks, cannot be divided into groups as pinned"
+            yield Shortage(demand.role, inf, what)
+        for size, once in product(sizes, (True, False) if demand.job == "train" else (False,)):
+            yield replace(replicas, expert_parallel_size=size, reduces_once=once)
 
 
 @dataclass(frozen=True)

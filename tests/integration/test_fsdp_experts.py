@@ -1,0 +1,134 @@
+"""Experts in parallel on ranks of the FSDP engine, against the plain engine on one."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlflow.engines.base import EngineSpec
+from rlflow.engines.causal_lm.new_tokenizers import new_tokenizer
+from rlflow.errors import EngineError
+from rlflow.recipe import Model
+from tests.helpers import MODEL
+from tests.integration.engine_process import EngineProcess, free_address, processes
+from tests.integration.test_deepspeed import LOSS, of_path, policy_minibatch, split
+from tests.integration.test_fsdp import actor, assert_equal_training, assert_same_weights, of_ranks, plain, shares
+
+SHARED_PROCESSES = "DeepSpeed"
+pytestmark = pytest.mark.slow
+
+SHARED = {
+    "vocab_size": 13,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "num_experts_per_tok": 2,
+    "initializer_range": 0.1,
+    "tie_word_embeddings": False,
+}
+LATENT = {
+    **{"num_key_value_heads": 4, "n_routed_experts": 8, "n_shared_experts": 1, "n_group": 2, "topk_group": 1},
+    **{"first_k_dense_replace": 1, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8},
+    **{"qk_nope_head_dim": 8, "v_head_dim": 16, "routed_scaling_factor": 2.5},
+}
+
+
+def config(name: str) -> Any:
+    import transformers
+
+    if name == "qwen3_moe":
+        return transformers.Qwen3MoeConfig(**SHARED, head_dim=16, num_experts=8, norm_topk_prob=True)
+    if name == "mixtral":
+        return transformers.MixtralConfig(**SHARED, num_local_experts=8)
+    return transformers.DeepseekV3Config(**(SHARED | LATENT))
+
+
+@pytest.fixture(scope="module")
+def model_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return a function that makes a model with experts, with random weights in a folder."""
+
+    @cache
+    def make(name: str) -> Model:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        folder: Path = tmp_path_factory.mktemp(name)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            AutoModelForCausalLM.from_config(config(name)).save_pretrained(folder)
+        new_tokenizer(MODEL).save_pretrained(folder)
+        return of_path(folder)
+
+    return make
+
+
+def with_experts(of: EngineSpec, model: Model, size: int) -> EngineSpec:
+    return replace(of, model=model, layout=replace(of.layout, expert_parallel_size=size))
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "of"),
+    [
+        ("qwen3_moe", 1, actor()),
+        ("qwen3_moe", 2, actor(reduces_once=True, gradient_checkpointing=True)),
+        ("qwen3_moe", 2, actor(sequence=2)),
+        ("mixtral", 2, actor(reduces_once=True)),
+        ("deepseek_v3", 2, actor()),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_they_train_as_on_one_rank(
+    two: Sequence[EngineProcess], address: str, model_of: Any, name: str, size: int, of: EngineSpec
+) -> None:
+    of = with_experts(of, model_of(name), size)
+    assert_equal_training(of_ranks(two, address, of), of)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "deepseek_v3"])
+def test_they_train_on_four_ranks_as_on_one(model_of: Any, name: str) -> None:
+    """Each rank has all or a part of the shards of its experts, in one replica or in two."""
+    with processes(4) as four:
+        for size, replicas, sequence in ((4, 1, 1), (2, 1, 1), (2, 2, 1), (2, 2, 2), (4, 1, 2)):
+            of = actor(4, sequence=sequence, replicas=replicas, reduces_once=size == 2)
+            of = with_experts(of, model_of(name), size)
+            assert_equal_training(of_ranks(four, free_address(), of), of)
+
+
+def test_checkpoints_and_exports_fit_any_number_of_ranks(
+    two: Sequence[EngineProcess], address: str, model_of: Any, tmp_path: Path
+) -> None:
+    of = with_experts(actor(), model_of("qwen3_moe"), 2)
+    first, whole = of_ranks(two, address, of), of_ranks(two, address, with_experts(of, of.model, 1))
+    alone = plain(of)
+    first.update(split(policy_minibatch(0)), [LOSS] * 2)
+    (tmp_path / "first").mkdir()
+    first.save([tmp_path / "first"] * 2)
+    whole.restore([tmp_path / "first"] * 2)
+    alone.restore(tmp_path / "first")
+    assert_same_weights(whole.weights()[0], first.weights()[0])
+    assert_same_weights(list(alone.weights()), first.weights()[0])
+    batch = policy_minibatch(1)
+    alone.update(batch, LOSS)
+    for ranks in (first, whole):
+        ranks.update(shares(of, batch), [LOSS] * 2)
+        assert_same_weights(ranks.weights()[0], list(alone.weights()), 1e-5)
+    (tmp_path / "second").mkdir()
+    alone.save(tmp_path / "second")
+    first.restore([tmp_path / "second"] * 2)
+    assert_same_weights(first.weights()[0], list(alone.weights()))
+    first.export([tmp_path / "model"] * 2)
+    again = plain(replace(of, model=of_path(tmp_path / "model")))
+    assert_same_weights(list(again.weights()), list(alone.weights()))
+
+
+def test_experts_that_cannot_be_divided(two: Sequence[EngineProcess], address: str, model_of: Any) -> None:
+    with pytest.raises(EngineError, match="ranks of a replica cannot be divided into groups of 2 for experts"):
+        of_ranks(two, address, with_experts(actor(replicas=2), model_of("qwen3_moe"), 2))
