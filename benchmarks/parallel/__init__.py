@@ -1,0 +1,1 @@
+"""Ranks of the FSDP engine against one rank of torch."""

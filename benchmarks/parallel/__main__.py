@@ -1,0 +1,112 @@
+"""Compare ranks of the FSDP engine with one rank of torch in float32: whether they are exact, and what a step costs.
+
+``python -m benchmarks.parallel [--json FILE] [--only PART_OF_A_NAME]``
+
+Every combination of replicas, shares of the data, parts of sequences and groups of experts on 2 and 4 ranks (gloo, on
+CPUs) trains five tiny models for three AdamW steps of several passes. Half of them reduce gradients once a step, half
+recompute layers. A combination is exact where losses and the first gradients differ by at most 1e-6, weights by 1e-5,
+and gradient norms by 1e-5 of their size. Engines with a mistake must not be exact.
+A step of two passes over four layers is counted in messages, and its CPU time compared with that of DeepSpeed's ZeRO 3.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+
+os.environ.update(DS_ACCELERATOR="cpu", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1")
+
+import torch
+
+from benchmarks.parallel.cases import MODELS, STEPS, layouts, make_models, minibatch, shares, spec_of
+from benchmarks.parallel.ranks import MISTAKES, Ranks, Result, cost, running, train, train_rank
+from benchmarks.reporting import Goal, finish
+from rlflow.engines.torch import TorchEngine
+from rlflow.resources.layout import Layout
+
+# Four groups of layers, embeddings and output layer are gathered twice in each of two passes, the last norm once.
+MAX_GATHERS, MAX_REDUCTIONS = 26, 7
+
+
+def differing(folder: Path, ranks: Mapping[int, Ranks], only: str) -> tuple[int, list[str], list[str]]:
+    """Return the number of combinations, those that are not exact, and the mistakes that were not noticed."""
+    batches = [minibatch(step) for step in range(STEPS)]
+    count, inexact, unnoticed = 0, [], []
+    for model in MODELS:
+        expected: Result | None = None
+        for layout in layouts(sparse=model not in ("dense", "tied")):
+            sizes = (layout.data_parallel_size, layout.sequence_parallel_size, layout.expert_parallel_size)
+            name = f"{model} " + " x ".join(map(str, sizes)) + f", {layout.num_replicas} replicas"
+            if only not in name:
+                continue
+            spec = spec_of(folder / model, layout)
+            expected = expected or train(TorchEngine(spec_of(folder / model, Layout(micro_batch_tokens=48))), batches)
+            of_ranks = [list(parts) for parts in zip(*(shares(batch, layout) for batch in batches), strict=True)]
+            group = ranks[layout.num_gpus]
+            count += 1
+            if not group.call(train_rank, spec, of_ranks, "")[0].is_exact(expected):
+                inexact.append(name)
+                print("differs:", name, flush=True)
+            # The mistakes show where ranks have different experts.
+            for mistake in MISTAKES if sizes == (2, 1, 2) else ():
+                if group.call(train_rank, spec, of_ranks, mistake)[0].is_exact(expected):
+                    unnoticed.append(f"{name}: {mistake}")
+    return count, inexact, unnoticed
+
+
+def costs(folder: Path, ranks: Ranks) -> tuple[float, int, int]:
+    """Return the CPU time of a step over that of DeepSpeed's ZeRO 3, and the step's gathers and reductions."""
+    layout = Layout(micro_batch_tokens=13, data_parallel_size=4, zero_stage=3, gradient_checkpointing=True)
+    batch = minibatch(0)
+    parts = [batch.take(torch.arange(2 * rank, 2 * rank + 2).numpy()) for rank in range(4)]
+    seconds = {}
+    for name, of_engine in (("fsdp", {"num_replicas": 1, "reduces_once": True}), ("deepspeed", {})):
+        spec = spec_of(folder / "dense", layout, dtype="bfloat16", **of_engine)
+        answers = ranks.call(cost, spec, parts, name)
+        seconds[name] = min(answer[0] for answer in answers)
+        print(f"{name}: {seconds[name]:.3f} s of CPU, {answers[0][1]}")
+        if name == "fsdp":
+            messages = answers[0][1]
+    return seconds["fsdp"] / seconds["deepspeed"], messages["allgather"], messages["reduce"]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--only", default="", help="combinations with this in their name")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    import deepspeed  # noqa: F401 # the ranks are forked, and need not import it again
+
+    with tempfile.TemporaryDirectory() as temporary, running() as ranks:
+        folder = Path(temporary)
+        make_models(folder)
+        count, inexact, unnoticed = differing(folder, ranks, arguments.only)
+        ratio, gathers, reductions = costs(folder, ranks[4])
+    for name in unnoticed:
+        print("not noticed:", name)
+    figures = {
+        "combinations": count,
+        "inexact": len(inexact),
+        "unnoticed": len(unnoticed),
+        "cpu_over_zero3": ratio,
+        "gathers": gathers,
+        "reductions": reductions,
+    }
+    goals = {
+        "combinations": Goal("at least 1", count >= 1),
+        "inexact": Goal("none", not inexact),
+        "unnoticed": Goal("none", not unnoticed),
+        "cpu_over_zero3": Goal("at most 0.5", ratio <= 0.5),
+        "gathers": Goal(f"at most {MAX_GATHERS}", gathers <= MAX_GATHERS),
+        "reductions": Goal(f"at most {MAX_REDUCTIONS}", reductions <= MAX_REDUCTIONS),
+    }
+    return finish("parallel", figures, goals, arguments.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,171 @@
+"""The ranks: processes that train one engine after another, and what they report."""
+
+import multiprocessing
+import socket
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.parallel.cases import Loss
+from rlflow.batch import Minibatch
+from rlflow.engines import fsdp
+from rlflow.engines.base import EngineSpec
+from rlflow.engines.sharded.shard_values import local_values
+
+# What may be wrong in an engine: sums that are halved, and a norm without the gradients of other ranks.
+MISTAKES = ("factor", "norm")
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """What three steps give."""
+
+    losses: Sequence[float]
+    norms: Sequence[float]
+    gradients: Mapping[str, Tensor]
+    """Those of the first step."""
+    weights: Mapping[str, Tensor]
+
+    def is_exact(self, expected: "Result") -> bool:
+        """Return whether it equals one rank's, as far as float32 does."""
+        if (self.gradients.keys(), self.weights.keys()) != (expected.gradients.keys(), expected.weights.keys()):
+            return False
+        losses = max(abs(one - other) for one, other in zip(self.losses, expected.losses, strict=True))
+        norms = max(abs(one / other - 1) for one, other in zip(self.norms, expected.norms, strict=True))
+        gradients = max(float((self.gradients[name] - expected.gradients[name]).abs().max()) for name in self.gradients)
+        weights = max(float((self.weights[name] - expected.weights[name]).abs().max()) for name in self.weights)
+        return losses <= 1e-6 and norms <= 1e-5 and gradients <= 1e-6 and weights <= 1e-5
+
+
+def train(engine: Any, parts: Sequence[Minibatch], mistake: str = "") -> Result:
+    """Train three steps on this rank's rows, with a mistake on demand."""
+    gradients: dict[str, Tensor] = {}
+    step = engine._step
+
+    def record(totals: Any) -> Any:
+        for name, weight in {} if gradients else engine._trained_weights().items():
+            if weight.grad is not None:
+                gradients[name] = _full(weight.grad)
+        with mock.patch.object(fsdp, "full_values", _of_this_rank) if mistake == "norm" else nullcontext():
+            return step(totals)
+
+    if mistake == "factor":
+        for module in engine._model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(2.0)
+    with mock.patch.object(engine, "_step", record):
+        metrics = [engine.update(part, Loss()).values for part in parts]
+    weights = {name: value.detach().clone() for name, value in engine.weights()}
+    return Result([step["loss"] for step in metrics], [step["grad_norm"] for step in metrics], gradients, weights)
+
+
+def _of_this_rank(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    return local_values(weight.detach()).to(dtype)
+
+
+def _full(gradient: Any) -> Tensor:
+    full: Tensor = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+    return full.detach().clone()
+
+
+def train_rank(spec: EngineSpec, parts: Sequence[Minibatch], mistake: str) -> Result | None:
+    result = train(fsdp.FsdpEngine(spec), parts, mistake)
+    return result if spec.rank == 0 else None
+
+
+class _Messages(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace == "c10d":
+            self.counts[function.name().split("::")[1].strip("_").split("_")[0]] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def cost(spec: EngineSpec, batch: Minibatch, name: str) -> tuple[float, Mapping[str, int]]:
+    """Return the least CPU seconds of a step, and its messages."""
+    engine: Any
+    if name == "fsdp":
+        engine = fsdp.FsdpEngine(spec)
+    else:
+        from rlflow.engines import deepspeed
+        from rlflow.engines.sharded.settings import deepspeed_config
+
+        def config(spec: EngineSpec, *, trains: bool) -> dict[str, Any]:
+            usual = deepspeed_config(spec, trains=trains)
+            # By itself DeepSpeed keeps all weights of so small a model gathered.
+            small = {"stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 10_000}
+            small |= {"stage3_prefetch_bucket_size": 10_000, "stage3_max_reuse_distance": 0}
+            return usual | {"zero_optimization": usual["zero_optimization"] | small}
+
+        vars(deepspeed)["deepspeed_config"] = config
+        engine = deepspeed.DeepSpeedEngine(spec)
+    seconds = []
+    for _ in range(8):
+        before = time.process_time()
+        engine.update(batch, Loss())
+        seconds.append(time.process_time() - before)
+    messages = _Messages()
+    with messages:
+        engine.update(batch, Loss())
+    return min(seconds), dict(messages.counts)
+
+
+class Ranks:
+    """Processes that are the ranks of one role after another."""
+
+    def __init__(self, count: int) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self._address = f"127.0.0.1:{probe.getsockname()[1]}"
+        context = multiprocessing.get_context("fork")
+        ends = [context.Pipe() for _ in range(count)]
+        self._pipes = [end for end, _ in ends]
+        self._processes = [context.Process(target=_serve, args=(end,), daemon=True) for _, end in ends]
+        for process in self._processes:
+            process.start()
+
+    def call(self, function: Any, spec: EngineSpec, shares: Sequence[Any], *arguments: Any) -> list[Any]:
+        """Return what a function gives on each rank for its share."""
+        for rank, (pipe, share) in enumerate(zip(self._pipes, shares, strict=True)):
+            of_rank = replace(spec, rank=rank, world_size=len(self._pipes), address=self._address)
+            pipe.send((function, (of_rank, share, *arguments)))
+        answers = [pipe.recv() for pipe in self._pipes]
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise answer
+        return answers
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+
+
+def _serve(pipe: Any) -> None:
+    while True:
+        function, arguments = pipe.recv()
+        try:
+            pipe.send(function(*arguments))
+        except Exception as error:  # whatever it is, it is raised where the call was made
+            pipe.send(error)
+
+
+@contextmanager
+def running() -> Iterator[Mapping[int, Ranks]]:
+    ranks = {count: Ranks(count) for count in (2, 4)}
+    try:
+        yield ranks
+    finally:
+        for group in ranks.values():
+            group.close()
