@@ -33,7 +33,7 @@ MAX_GATHERS, MAX_REDUCTIONS = 26, 7
 
 def differing(folder: Path, ranks: Mapping[int, Ranks], only: str) -> tuple[int, list[str], list[str]]:
     """Return the number of combinations, those that are not exact, and the mistakes that were not noticed."""
-    batches = [minibatch(step) for step in range(STEPS)]
+    batches = [minibatch(step) for step in range(1, STEPS + 1)]
     count, inexact, unnoticed = 0, [], []
     for model in MODELS:
         expected: Result | None = None
@@ -47,12 +47,12 @@ def differing(folder: Path, ranks: Mapping[int, Ranks], only: str) -> tuple[int,
             of_ranks = [list(parts) for parts in zip(*(shares(batch, layout) for batch in batches), strict=True)]
             group = ranks[layout.num_gpus]
             count += 1
-            if not group.call(train_rank, spec, of_ranks, "")[0].is_exact(expected):
+            if differences := group.call(train_rank, spec, of_ranks, "")[0].differences(expected):
                 inexact.append(name)
-                print("differs:", name, flush=True)
+                print(f"differs: {name} in {differences}", flush=True)
             # The mistakes show where ranks have different experts.
             for mistake in MISTAKES if sizes == (2, 1, 2) else ():
-                if group.call(train_rank, spec, of_ranks, mistake)[0].is_exact(expected):
+                if not group.call(train_rank, spec, of_ranks, mistake)[0].differences(expected):
                     unnoticed.append(f"{name}: {mistake}")
     return count, inexact, unnoticed
 

@@ -57,7 +57,8 @@ class FsdpEngine(ShardedEngine):
         spec = self._spec
         # Frozen weights have no masters.
         dtype = torch.float32 if self._trains and not spec.lora else self._dtype
-        return load_model(spec, dtype=dtype, shards=MeshShards(spec, create_meshes(spec), self._dtype))
+        self._meshes = create_meshes(spec)
+        return load_model(spec, dtype=dtype, shards=MeshShards(spec, self._meshes, self._dtype))
 
     def _load_whole(self) -> "PreTrainedModel":
         model = load_model(self._spec, dtype=self._dtype)
@@ -85,16 +86,22 @@ class FsdpEngine(ShardedEngine):
     def _clip_and_step(self) -> float:
         import torch
 
-        groups = self._weights_by_mesh()
-        gradients = [[weight.grad for weight in group if weight.grad is not None] for group in groups]
-        norms = [full_values(torch.nn.utils.get_total_norm(group), torch.float32) for group in gradients]
-        norm = torch.linalg.vector_norm(torch.stack(norms))
+        weights = self._trained_weights().values()
+        shards = [local_values(weight.grad) for weight in weights if weight.grad is not None]
+        norm = self._sum_over_shards(torch.nn.utils.get_total_norm(shards).double().square()).sqrt()
         if torch.isfinite(norm):
-            for group in groups:
-                torch.nn.utils.clip_grads_with_norm_(group, self._spec.optimizer.max_grad_norm, norm)
+            for group in self._optimizer.param_groups:
+                torch.nn.utils.clip_grads_with_norm_(group["params"], self._spec.optimizer.max_grad_norm, norm.float())
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         return float(norm)
+
+    def _sum_over_shards(self, value: "Tensor") -> "Tensor":
+        """Return the sum of a value over the ranks of a replica, which have each gradient once."""
+        import torch
+
+        torch.distributed.all_reduce(value, group=self._meshes.shards.get_group("fsdp"))
+        return value
 
     def _weights_by_mesh(self) -> "list[list[Parameter]]":
         """Return the trained weights of each mesh: torch combines sharded tensors of one mesh alone."""

@@ -21,7 +21,7 @@ from rlflow.errors import EngineError
 from rlflow.system.compat.torch import computing_with
 
 _EXPERTS = "ep_dispatch_experts"
-# What a plan says of the weights inside, which follows from that.
+# The style of the weights inside follows from that of their module.
 _WEIGHTS_OF_EXPERTS = "grouped_gemm"
 
 

@@ -5,6 +5,7 @@ weights together, and their gradients are sums, as rlflow's losses are. Groups o
 model among them; the ranks with the same experts then shard these.
 """
 
+import logging
 import warnings
 from dataclasses import dataclass
 from itertools import pairwise
@@ -63,6 +64,8 @@ def shard_model(model: "PreTrainedModel", meshes: Meshes, compute_dtype: "torch.
     from rlflow.engines.causal_lm.compilation import decoder_layers
     from rlflow.engines.sharded.experts import divide_experts, find_experts
 
+    # Experts are gathered in two steps, first from the ranks that shard them, which torch warns of.
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     # The scores of a pass are a view, which nothing changes in place.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
