@@ -199,7 +199,9 @@ class AgentEngine(SessionEngine):
                 self._retry(episode, Failure("invalid", fact))
                 return
             rewards[name] += reward
-        measures = {**episode.measures, **(outcome.metrics if outcome else {}), "retries": episode.num_failures}
+        wait_s = sum(call.wait_s for call in calls.values()) / max(1, len(calls))
+        own = {"retries": episode.num_failures, "wait_seconds": wait_s}
+        measures = {**episode.measures, **(outcome.metrics if outcome else {}), **own}
         rollout = Rollout(episode.record, outcome, reason, tuple(rewards.values()), measures)
         episode.future.set_result(rollout)
 

@@ -58,11 +58,13 @@ class EpisodeCalls:
             record.used[name] = None
             recorded = record.calls.get(name, RecordedCall())
             limit = min(call.max_tokens, self._options.turn_tokens, self._options.max_tokens - len(ids))
-            record.calls[name] = replace(recorded, prompt_ids=ids, limit=limit)
+            now = time.monotonic()
+            wait_s = 0.0 if episode.waiting else now - episode.idle_since
+            record.calls[name] = replace(recorded, prompt_ids=ids, limit=limit, asked_at=now, wait_s=wait_s)
             episode.numbers[call.number] = name
             if recorded.result.is_done:
                 episode.measures["recorded_calls"] += 1
-                episode.idle_since = time.monotonic()
+                episode.idle_since = now
                 answers.append(_reply(call.number, recorded))
                 continue
             episode.waiting.setdefault(name, []).append(call.number)
@@ -100,7 +102,9 @@ class EpisodeCalls:
         results = self._generator.results([request for _, _, request, _ in new], [future for *_, future in new])
         answers = []
         for (episode, name, request, _), result in zip(new, results, strict=True):
-            recorded = episode.record.calls[name] = replace(episode.record.calls[name], result=result)
+            asked = episode.record.calls[name]
+            recorded = replace(asked, result=result, reply_s=time.monotonic() - asked.asked_at)
+            episode.record.calls[name] = recorded
             self.tokens_each += (len(result.reply.ids) - len(request.partial.ids)) / max(1, len(self._episodes))
             if result.is_done:
                 episode.idle_since = time.monotonic()

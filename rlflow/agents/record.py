@@ -32,6 +32,12 @@ class RecordedCall:
     """None for a call of a record that an engine took over, until the agent asks again."""
     limit: int = 0
     """The limit of the reply in tokens."""
+    asked_at: float = 0.0
+    """The time at which this attempt has asked."""
+    wait_s: float = 0.0
+    """The time in which the agent waited for no reply before."""
+    reply_s: float = 0.0
+    """The time until the reply was there; 0 for one of the record."""
 
     @property
     def ids(self) -> NDArray[np.int32]:

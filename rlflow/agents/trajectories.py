@@ -90,6 +90,9 @@ def build_trajectories(samples: Prompts, rollouts: Sequence[Rollout], temperatur
             np.uint8,
         ),
         measures=tuple(rollout.measures for rollout in rollouts),
+        turn_seconds=Packed.from_rows(
+            [_turn_seconds(row.calls, rollout) for row, rollout in zip(rows, rollouts, strict=True)], np.float32
+        ),
         prompt_segments=_runs([[*zip(range(len(row.prompts)), map(len, row.prompts), strict=True)] for row in rows]),
         response_segments=_runs([_segment_lengths(row) for row in rows]),
     )
@@ -155,6 +158,12 @@ def _turn_rewards(calls: Sequence[int], rollout: Rollout) -> list[float]:
     rewards = [rollout.call_rewards[call] for call in calls]
     rewards[calls.index(max(calls))] += rollout.outcome.reward if rollout.outcome else 0.0
     return rewards
+
+
+def _turn_seconds(calls: Sequence[int], rollout: Rollout) -> list[float]:
+    """Return the times of each reply, in the order of the row."""
+    done = list(rollout.record.done_calls()) if calls else []
+    return [seconds for call in calls for seconds in (done[call].wait_s, done[call].reply_s)]
 
 
 def _last_text(rollout: Rollout) -> str:

@@ -32,6 +32,9 @@ class Conversations(Rollouts):
     begin with a brace also has a pickle of the environment, and never leaves the run."""
     measures: Sequence[Mapping[str, float]]
     """B mappings: further numbers of each conversation, which become metrics."""
+    turn_seconds: Packed | None = None
+    """B rows of float32: for each complete turn, how long the model was not asked before it, and how long it took; None
+    where nobody measured it."""
 
     @property
     def failed(self) -> NDArray[np.bool_]:

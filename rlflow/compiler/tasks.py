@@ -105,7 +105,13 @@ def _from_data(recipe: Recipe, node: GraphNode, kind: TaskKind) -> Task:
         architecture = model_architecture(recipe.models[recipe.roles[node.role].model]) if node.role else None
         group_size, longest = unit_size, max(1, architecture.max_position_embeddings - limit if architecture else limit)
     limit_of_segments = longest * ceil(expect.segments)
-    responses = _lengths(expect.response_tokens, limit_of_segments, "expect.response_tokens")
+    generated = _lengths(expect.response_tokens, limit_of_segments, "expect.response_tokens")
+    turns = _turns(recipe, node) if node.operation.num_turns > 1 else ONE_TURN
+    added = turns.added_tokens
+    responses = Lengths(tuple(min(limit_of_segments, length + added) for length in generated.values))
+    if responses.mean <= added:
+        fact = f"{turns.count:g} turns add {added:.0f} tokens, and responses have {limit_of_segments} at most"
+        raise RecipeError("expect.observation_tokens", fact, fix="a smaller number, or a larger max_tokens")
     expected = kind == "generate" or expect.response_tokens != "auto"
     if kind != "generate" and expected:
         longest = int(responses.longest)
@@ -120,24 +126,19 @@ def _from_data(recipe: Recipe, node: GraphNode, kind: TaskKind) -> Task:
         longest=unit_size * (limit + longest),
         unit_size=unit_size,
         is_expected=expected,
-        turns=_turns(recipe, node, responses) if node.operation.num_turns > 1 else ONE_TURN,
+        turns=turns,
     )
 
 
-def _turns(recipe: Recipe, node: GraphNode, responses: Lengths) -> TurnProfile:
-    """Return the turns of these responses. Raises RecipeError if nothing is left to generate."""
+def _turns(recipe: Recipe, node: GraphNode) -> TurnProfile:
     expect, limit = recipe.expect, node.operation.num_turns
-    turns = TurnProfile(
+    return TurnProfile(
         count=limit if expect.turns == "auto" else min(expect.turns, limit),
         wait_s=expect.wait_s,
         observation_tokens=expect.observation_tokens,
         segments=expect.segments,
         cpu_s=getattr(node.operation, "turn_cpu_s", 0.0),
     )
-    if turns.generated_tokens(responses) <= 0:
-        fact = f"{turns.count:g} turns leave no tokens to generate in responses of {responses.mean:.0f} tokens"
-        raise RecipeError("expect.observation_tokens", fact, fix="a smaller number, or longer expect.response_tokens")
-    return turns
 
 
 def _lengths(expected: float | tuple[float, ...] | str, limit: int, path: str) -> Lengths:

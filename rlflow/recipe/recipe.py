@@ -166,13 +166,14 @@ class Expect(Section):
     prompt_tokens: Expected = "auto"
     """The tokens of a prompt."""
     response_tokens: Expected = "auto"
-    """The tokens of a response. In a file, also the folder of an earlier run, whose lengths are used."""
+    """The tokens of a response that are generated. In a file, also the folder of an earlier run, whose lengths are
+    used."""
     turns: Annotated[float, Ge(1)] | Literal["auto"] = "auto"
     """The model's turns of a conversation, or its calls in an episode; by default the limit of the node."""
     wait_s: Annotated[float, Ge(0), Le(7 * 24 * 3600)] = 0.0
     """The seconds that an environment or an agent takes for each turn."""
     observation_tokens: Annotated[float, Ge(0), Le(2**31 - 1)] = 0.0
-    """The tokens of a response that an environment or an agent adds between two turns."""
+    """The tokens that an environment or an agent adds to a response between two turns."""
     segments: Annotated[float, Ge(1)] = 1.0
     """The sequences of a response. Each begins with a prompt of ``prompt_tokens``."""
     rounds: Annotated[float, Ge(1), Le(1e6)] = 1.0

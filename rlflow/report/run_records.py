@@ -85,6 +85,16 @@ class ImageRecord(_Record):
 
 
 @dataclass(frozen=True)
+class TurnRecord(_Record):
+    """A part of a sample's response."""
+
+    role: str
+    segment: Counted
+    tokens: Counted
+    reward: Figure
+
+
+@dataclass(frozen=True)
 class SampleRecord(_Record):
     """A line of ``samples.jsonl``."""
 
@@ -98,6 +108,8 @@ class SampleRecord(_Record):
     reward_parts: Mapping[str, Figure]
     advantage: Figure
     images: tuple[ImageRecord, ...] = ()
+    turns: tuple[TurnRecord, ...] = ()
+    turn_seconds: tuple[tuple[Seconds, Seconds], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -165,6 +165,19 @@ class Runtime(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class SampleTurn:
+    """A part of a response."""
+
+    role: Literal["model", "environment"]
+    """The model, or what an environment, an agent or its tools have added."""
+    segment: int
+    """The sequence that it is in, counted from 0."""
+    tokens: int
+    reward: float | None
+    """The reward of a turn of the model; None for other parts."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sample:
     """A response of the model and its judgement."""
@@ -191,14 +204,20 @@ class Sample:
     oldest_version: int
     """The oldest version of the policy that generated some of its tokens, and below the newest."""
     newest_version: int
+    turns: tuple[SampleTurn, ...] = ()
+    """The turns of a response that has several, and what was added between them."""
+    turn_seconds: tuple[tuple[float, float], ...] = ()
+    """For each turn of the model, the seconds before it without a question to the model, and those until its reply."""
     images: tuple[Thumbnail, ...] = ()
     """The images of its prompt."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the sample as JSON can hold it: without small pictures, and without images if it has none."""
-        fields = {name: value for name, value in vars(self).items() if name != "images"}
+        """Return the sample as JSON can hold it: without small pictures, and without images or turns if it has none."""
+        content = asdict(replace(self, images=()))
         images = [{"digest": x.digest, "width": x.width, "height": x.height} for x in self.images]
-        return fields | ({"images": images} if images else {})
+        optional = {"turns": content.pop("turns"), "turn_seconds": content.pop("turn_seconds"), "images": images}
+        del content["images"]
+        return content | {name: value for name, value in optional.items() if value}
 
 
 class Observer:

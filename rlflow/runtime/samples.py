@@ -1,17 +1,17 @@
 """Samples of each step for people to read: what the model wrote, and how it was judged."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlflow.batch import Advantages, Rewards, RolloutAdvantages, Rollouts
+from rlflow.batch import Advantages, Conversations, Rewards, RolloutAdvantages, Rollouts
 from rlflow.compiler.graph import Graph
 from rlflow.data.source import DataSource
 from rlflow.nodes.reward import SummedRewards
 from rlflow.runtime.objects.store_usage import count_towards
-from rlflow.runtime.protocols import Choice, Sample
+from rlflow.runtime.protocols import Choice, Sample, SampleTurn
 
 
 class SampleReader:
@@ -61,9 +61,35 @@ class SampleReader:
                 oldest_version=int(rollouts.versions[row].min()),
                 newest_version=int(rollouts.versions[row].max()),
                 images=images[row],
+                turns=tuple(_turns(rollouts, row)),
+                turn_seconds=_turn_seconds(rollouts, row),
             )
             for row, (choice, (prompt, response)) in enumerate(zip(chosen, texts, strict=True))
         ]
+
+
+def _turns(rollouts: Rollouts, row: int) -> Iterator[SampleTurn]:
+    """Yield the parts of a response that has several."""
+    if not isinstance(rollouts, Conversations):
+        return
+    turns, rewards = rollouts.turn.take(np.array([row])), rollouts.turn_rewards[row]
+    segments = None if rollouts.response_segments is None else rollouts.response_segments[row]
+    ends = np.cumsum(turns.run_lengths).tolist()
+    for turn, tokens, end in zip(turns.run_values.tolist(), turns.run_lengths.tolist(), ends, strict=True):
+        if tokens:
+            yield SampleTurn(
+                role="environment" if turn < 0 else "model",
+                segment=0 if segments is None else int(segments[end - 1]),
+                tokens=tokens,
+                reward=float(rewards[turn]) if 0 <= turn < len(rewards) else None,
+            )
+
+
+def _turn_seconds(rollouts: Rollouts, row: int) -> tuple[tuple[float, float], ...]:
+    if not isinstance(rollouts, Conversations) or rollouts.turn_seconds is None:
+        return ()
+    seconds = rollouts.turn_seconds[row].astype(float).round(3).tolist()
+    return tuple(zip(seconds[::2], seconds[1::2], strict=True))
 
 
 def choose(rewards: NDArray[np.floating[Any]], seed: Sequence[int]) -> dict[Choice, int]:

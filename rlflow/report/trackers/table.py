@@ -9,7 +9,7 @@ from rlflow.runtime.protocols import Sample
 
 SAMPLES = "samples"
 """The name of the table."""
-COLUMNS = [field.name for field in fields(Sample) if field.name != "images"]
+COLUMNS = [field.name for field in fields(Sample) if field.name not in ("images", "turns", "turn_seconds")]
 
 
 def rows(samples: Sequence[Sample]) -> list[list[Any]]:

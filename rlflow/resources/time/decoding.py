@@ -99,7 +99,7 @@ def _pace(decoder: "Decoder", requests: Requests, slots: float) -> "Pace":
         decoder=decoder,
         slots=slots,
         steps=steps,
-        generated=turns.generated_tokens(responses) / steps.mean,
+        generated=(responses.mean - turns.added_tokens) / steps.mean,
         wait_s=turns.count * turns.wait_s / steps.mean,
     )
 

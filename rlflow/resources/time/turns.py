@@ -20,14 +20,15 @@ class TurnProfile:
     cpu_s: float = 0.0
     """CPU time on the engine's host for each turn."""
 
-    def generated_tokens(self, responses: Lengths) -> float:
-        """Return the mean number of tokens that are generated."""
-        return responses.mean - (self.count - 1) * self.observation_tokens
+    @property
+    def added_tokens(self) -> float:
+        """Return the tokens of a response that are not generated."""
+        return (self.count - 1) * self.observation_tokens
 
     def steps(self, responses: Lengths, step_s: float) -> Lengths:
         """Return the lengths of responses in decoding steps of ``step_s``, with those that pass in waits."""
-        added = self.count * self.wait_s / step_s - (self.count - 1) * self.observation_tokens
-        return Lengths(tuple(max(1.0, length + added) for length in responses.values)) if added else responses
+        more = self.count * self.wait_s / step_s - self.added_tokens
+        return Lengths(tuple(max(1.0, length + more) for length in responses.values)) if more else responses
 
     def read_tokens(self, prompt: float, responses: Lengths, group_size: float, *, caches: bool) -> float:
         """Return the mean tokens of a response that are read and not generated, in a group that shares its prompt.
@@ -36,7 +37,7 @@ class TurnProfile:
         """
         first = prompt / group_size
         if caches:
-            return first + (self.segments - 1) * prompt + (self.count - 1) * self.observation_tokens
+            return first + (self.segments - 1) * prompt + self.added_tokens
         return first + (self.count - 1) * (prompt + responses.mean / self.segments / 2)
 
 

@@ -71,6 +71,9 @@ def test_a_conversation_in_tokens_is_one_segment() -> None:
     assert [batch.turn_rewards[row].tolist() for row in range(2)] == [[1, 2, 3.5], [1.5]]
     assert [row["environment_reward"] for row in batch.rows] == [6.5, 1.5]
     assert batch.finished.all()
+    assert batch.turn_seconds is not None
+    assert batch.turn_seconds.lengths.tolist() == [6, 2]
+    assert (batch.turn_seconds.values >= 0).all()
 
 
 def test_each_sampled_token_is_trained_once_and_read_as_it_was_sampled(trees: AgentEngine) -> None:

@@ -34,7 +34,7 @@ def test_expected_turns_take_the_place_of_the_limit() -> None:
     [
         ("guessing_tiny", "expect.turns=4", r"^expect\.turns: 4 is more than the 3 turns that the graph allows"),
         ("guessing_tiny", "expect.segments=4", r"^expect\.segments: 4 is more than the 3 turns of a response"),
-        ("guessing_tiny", "expect.observation_tokens=99", r"^expect\.observation_tokens: 3 turns leave no tokens"),
+        ("guessing_tiny", "expect.observation_tokens=99", r"^expect\.observation_tokens: 3 turns add 198 tokens"),
         ("grpo_tiny", "expect.turns=2", r"^expect\.turns: no node generates in several turns"),
         ("grpo_tiny", "expect.wait_s=2", r"^expect\.wait_s: no node generates in several turns"),
     ],

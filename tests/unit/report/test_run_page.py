@@ -26,6 +26,11 @@ REPORT = {
     "store": {},
     "warnings": ["two prompts were too long"],
 }
+TURNS = [
+    {"role": "model", "segment": 0, "tokens": 8, "reward": 0.0},
+    {"role": "environment", "segment": 0, "tokens": 3, "reward": None},
+    {"role": "model", "segment": 1, "tokens": 5, "reward": 1.0},
+]
 
 
 def write_run(folder: Path, steps: int = 3, **recipe: Any) -> Path:
@@ -40,6 +45,7 @@ def write_run(folder: Path, steps: int = 3, **recipe: Any) -> Path:
         {
             **{"step": step, "choice": choice, "prompt": f"question {step}", "response": f"<b>{choice}</b> {step}"},
             **{"reward": 1.0, "reward_parts": {}, "advantage": None, "length": 4, "finished": True},
+            **({"turns": TURNS, "turn_seconds": [[1.0, 2.0], [4.0, 1.0]]} if choice == "best" else {}),
         }
         for step in range(1, steps + 1)
         for choice in ("random", "best")
@@ -132,6 +138,10 @@ def test_a_browser_draws_curves_and_shows_samples_as_text(tmp_path: Path, chromi
         assert "+50%" in page.locator("#measured").inner_text()
         responses = page.locator(".sample .text:last-child")
         assert responses.all_inner_texts() == ["<b>best</b> 3", "<b>random</b> 3"]
+        turns = page.locator(".timeline span")
+        assert turns.count() == 2, "only the best sample has several"
+        assert turns.nth(1).get_attribute("title") == "turn 2, segment 2: 5 tokens in 1 s after 4 s, reward 1"
+        assert "left: 87.5%" in (turns.nth(1).get_attribute("style") or ""), "after 7 of 8 seconds"
         page.get_by_role("slider", name="Step").press("Home")
         assert responses.all_inner_texts() == ["<b>best</b> 1", "<b>random</b> 1"]
         assert_prints(page)

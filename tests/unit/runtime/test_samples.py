@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 import rlflow
-from rlflow.batch import Repeated, Rewards, RolloutAdvantages, Sequences
+from rlflow.batch import Packed, Repeated, Rewards, RolloutAdvantages, Sequences
 from rlflow.nodes.reward import SummedRewards
 from rlflow.report.records import SampleLog, read_lines
-from rlflow.runtime.protocols import Sample
+from rlflow.runtime.protocols import Sample, SampleTurn
 from rlflow.runtime.samples import SampleReader, choose
-from tests.helpers import load, rollouts, sequences
+from tests.helpers import conversations, load, rollouts, sequences
 
 NAN = float("nan")
 
@@ -75,6 +75,27 @@ def test_the_best_and_the_worst_of_a_step_have_their_texts_and_judgements() -> N
     )
     assert (worst.prompt_number, worst.sample_number, worst.reward, worst.advantage) == (0, 1, -1.0, -0.5)
     assert found["random"].step == 7
+
+
+def test_a_conversation_has_its_turns() -> None:
+    """Three tokens, two of the environment, and one in the same segment; then one in another, for which it waited."""
+    data: Any = Numbers()
+    reader = SampleReader(rlflow.compile(load("recipe=grpo_tiny"), "1x1@cpu").graph, data, seed=0)
+    generated = replace(
+        conversations([[[3, 2, 1, 0, 4]]], [[0.0, 0.5, 1.0]]),
+        response_segments=Repeated(np.array([0, 1], np.int32), np.array([6, 4]), np.array([2])),
+        turn_seconds=Packed.from_rows([[0.1, 1.0, 0.0, 0.25, 2.0, 1.5]], np.float32),
+    )
+    advantages = RolloutAdvantages(values=Repeated(np.array([0], np.float32), generated.response_ids.lengths))
+    edges = {"rollouts": generated, "rewards": Rewards(values=np.array([1.5], np.float32))}
+    [sample] = reader.read(0, "advantages", advantages, edges)
+    assert sample.turns == (
+        SampleTurn("model", 0, 3, 0.0),
+        SampleTurn("environment", 0, 2, None),
+        SampleTurn("model", 0, 1, 0.5),
+        SampleTurn("model", 1, 4, 1.0),
+    )
+    assert sample.turn_seconds == ((0.1, 1.0), (0.0, 0.25), (2.0, 1.5))
 
 
 def test_a_response_without_tokens_is_never_a_sample() -> None:
