@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlflow.agents.base import Agent, Client, Outcome
+from rlflow.agents.base import Agent, Client, ModelService, Outcome
 
 
 async def chat(client: Client, row: Any) -> float:
@@ -69,3 +69,23 @@ class Faulty(Agent):
                 time.sleep(3600)
         second = await client.generate([1, row["number"], *first.ids, 2])
         return Outcome(float(len(second.ids)), metrics={"tool_s": 0.25})
+
+
+@dataclass
+class KeyNoter(Agent):
+    """Notes the keys of its worker and of each episode in files, fails once, and then answers."""
+
+    folder: str
+
+    async def open(self, service: ModelService) -> None:
+        """Note the worker's key."""
+        Path(self.folder, service.key).touch()
+
+    async def run(self, client: Client, row: Any) -> float:
+        """Make a call in the second attempt."""
+        Path(self.folder, client.api_key).touch()
+        try:
+            Path(self.folder, f"attempt-{client.seed}").touch(exist_ok=False)
+        except FileExistsError:
+            return float(len((await client.chat([{"role": "user", "content": row["prompt"]}])).text))
+        raise RuntimeError(f"{client.base_url} is closed")
