@@ -14,10 +14,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from rlflow.batch.sample import Sample
 from rlflow.compiler.plan import Plan
 from rlflow.errors import storage_error
 from rlflow.recipe.evaluation import PREFIX
-from rlflow.runtime.protocols import Observer, Report, Sample
+from rlflow.runtime.protocols import Observer, Report
 from rlflow.runtime.tuning import FILE
 from rlflow.system.text_files import append_lines, replace_text
 

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 from uuid import uuid4
 
+from rlflow.batch.sample import Sample
 from rlflow.compiler.plan import Plan
 from rlflow.errors import first_line
 from rlflow.report.records import METRICS, is_evaluation, read_lines
-from rlflow.runtime.protocols import Observer, Report, Sample
+from rlflow.runtime.protocols import Observer, Report
 from rlflow.system.text_files import replace_text
 
 PROJECT = "rlflow"

@@ -7,11 +7,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlflow.batch import Advantages, Conversations, Rewards, RolloutAdvantages, Rollouts
+from rlflow.batch.sample import Choice, Sample, SampleTurn
 from rlflow.compiler.graph import Graph
 from rlflow.data.source import DataSource
 from rlflow.nodes.reward import SummedRewards
 from rlflow.runtime.objects.store_usage import count_towards
-from rlflow.runtime.protocols import Choice, Sample, SampleTurn
 
 
 class SampleReader:

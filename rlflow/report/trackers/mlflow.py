@@ -9,12 +9,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rlflow.batch.sample import Sample
 from rlflow.compiler.plan import Plan
 from rlflow.report.records import read_lines
 from rlflow.report.run_page import leaves
 from rlflow.report.tracker import PROJECT, Tracker
 from rlflow.report.trackers.table import COLUMNS, SAMPLES, row
-from rlflow.runtime.protocols import Sample
 
 # MLflow allows no other characters in names.
 _NOT_IN_NAMES = re.compile(r"[^\w./ :-]", re.ASCII)

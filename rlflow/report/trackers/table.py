@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from rlflow.runtime.protocols import Sample
+from rlflow.batch.sample import Sample
 
 SAMPLES = "samples"
 """The name of the table."""

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlflow.batch.sample import Sample
 from rlflow.compiler.plan import Plan
 from rlflow.recipe.load import to_yaml
 from rlflow.report.tracker import Tracker
-from rlflow.runtime.protocols import Sample
 
 
 class TensorBoard(Tracker):

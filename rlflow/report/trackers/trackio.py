@@ -7,10 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rlflow.batch.sample import Sample
 from rlflow.compiler.plan import Plan
 from rlflow.report.tracker import PROJECT, Tracker
 from rlflow.report.trackers.table import COLUMNS, SAMPLES, rows
-from rlflow.runtime.protocols import Sample
 
 
 class Trackio(Tracker):

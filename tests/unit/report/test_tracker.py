@@ -16,13 +16,14 @@ import pytest
 
 import rlflow
 from rlflow import extras
+from rlflow.batch.sample import Sample
 from rlflow.errors import RecipeError
 from rlflow.report.records import MetricsWriter
 from rlflow.report.tracker import Guard, Tracker, redact
 from rlflow.report.trackers import trackers
 from rlflow.report.trackers.tensorboard import TensorBoard
 from rlflow.runtime.observers import Observers
-from rlflow.runtime.protocols import Observer, Sample
+from rlflow.runtime.protocols import Observer
 from tests.conftest import ROOT
 from tests.helpers import load
 

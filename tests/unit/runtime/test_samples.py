@@ -10,9 +10,9 @@ import pytest
 
 import rlflow
 from rlflow.batch import Packed, Repeated, Rewards, RolloutAdvantages, Sequences
+from rlflow.batch.sample import Sample, SampleTurn
 from rlflow.nodes.reward import SummedRewards
 from rlflow.report.records import SampleLog, read_lines
-from rlflow.runtime.protocols import Sample, SampleTurn
 from rlflow.runtime.samples import SampleReader, choose
 from tests.helpers import conversations, load, rollouts, sequences
 
