@@ -89,12 +89,17 @@ def real_plans() -> Iterator[Plan]:
         yield plan_of(overlap, *pins, cluster="2x1@cpu")
 
 
-def measured(plan: Plan) -> dict[str, float]:
-    """Return the mean seconds of a step, and the mean of its other figures."""
+def metrics_of(plan: Plan) -> list[dict[str, float]]:
+    """Return the metrics of each step of a run, without the first ones."""
     with tempfile.TemporaryDirectory() as folder:
         run(plan, Path(folder), RayRuntime(), [MetricsWriter()])
         lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if "seconds" in line][WARM_UP:]
+    return [line for line in lines if "seconds" in line][WARM_UP:]
+
+
+def measured(plan: Plan) -> dict[str, float]:
+    """Return the mean seconds of a step, and the mean of its other figures."""
+    steps = metrics_of(plan)
     return {name: fmean(line[name] for line in steps) for name in steps[0] if all(name in line for line in steps)}
 
 
