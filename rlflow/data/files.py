@@ -52,7 +52,8 @@ def read_files_or_hub(data: Data, field: str, split: str) -> Rows:
         kind = type(builder).__module__.rpartition(".")[2]
         if kind not in _KINDS:
             fact = f"'{data.source}' holds data of the kind '{kind}'"
-            raise RecipeError("data.source", fact, known=_KINDS[:-1], fix="convert it to JSON or Parquet")
+            fix = "name the file with the rows" if kind == "imagefolder" else "convert it to JSON or Parquet"
+            raise RecipeError("data.source", fact, known=_KINDS[:-1], fix=fix)
         if kind in ("json", "csv"):
             return _read_splits({str(name): files for name, files in builder.config.data_files.items()}, split)
         builder.download_and_prepare()

@@ -146,6 +146,12 @@ def test_rows_are_described_by_their_images(folder: Path) -> None:
     assert describe_rows(load_rows(options, "split")) != before
 
 
+def test_a_folder_of_images_needs_the_name_of_its_file(folder: Path) -> None:
+    write(folder / "rows.jsonl", [{"image": "a.png", "prompt": "1"}])
+    with pytest.raises(RecipeError, match=r"holds data of the kind 'imagefolder'[^$]*name the file with the rows"):
+        load_rows(data(folder), "split")
+
+
 def test_a_turned_photograph_has_the_size_in_which_it_is_shown(folder: Path) -> None:
     exif = PIL.Image.Exif()
     exif[0x0112] = 6
