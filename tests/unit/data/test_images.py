@@ -148,6 +148,8 @@ def test_rows_are_described_by_their_images(folder: Path) -> None:
 
 def test_a_folder_of_images_needs_the_name_of_its_file(folder: Path) -> None:
     write(folder / "rows.jsonl", [{"image": "a.png", "prompt": "1"}])
+    for number in range(3):
+        (folder / f"{number}.png").write_bytes(encoded())
     with pytest.raises(RecipeError, match=r"holds data of the kind 'imagefolder'[^$]*name the file with the rows"):
         load_rows(data(folder), "split")
 
