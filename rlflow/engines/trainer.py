@@ -72,7 +72,7 @@ class TrainingEngine(TunableEngine, ProfiledEngine, ABC):
         if self._trains:
             freeze_parts(model, spec)
         self._tokenizer = load_tokenizer(spec.model_name, spec.model)
-        self._vision = load_eyes(spec, model, self._tokenizer)
+        self._vision = load_eyes(spec, model.config, self._tokenizer)
         if spec.layout.gradient_checkpointing:
             checkpoint_layers(model, spec.layout.kept_layers)
         if pays_to_compile(spec, model):

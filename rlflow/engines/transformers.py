@@ -45,7 +45,7 @@ class TransformersEngine(TunableEngine, ProfiledEngine):
         self._model = load_model(spec, dtype=getattr(torch, spec.model.dtype))
         add_adapters(self._model, spec)
         self.tokenizer = load_tokenizer(spec.model_name, spec.model)
-        self._vision = load_eyes(spec, self._model, self.tokenizer)
+        self._vision = load_eyes(spec, self._model.config, self.tokenizer)
         self._end_ids = merge_end_ids(self._model.generation_config.eos_token_id, self.tokenizer.eos_token_id)
         self._version: int | None = 0
         self.journal = Journal(spec.journal, spec.role)

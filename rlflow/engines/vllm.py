@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlflow.batch import Packed, Prompts, Repeated, Rollouts
+from rlflow.batch.images import images_of
 from rlflow.engines.base import ALL_TRANSPORTS, EngineKind, EngineSpec, Sampling, sample_seed
 from rlflow.engines.causal_lm.pretrained import load_tokenizer, merge_end_ids
 from rlflow.engines.group_progress import NO_RESPONSE, PartialResponse, prepend_partial
@@ -27,6 +28,7 @@ from rlflow.engines.serving.settings import (
     set_environment,
 )
 from rlflow.engines.serving.weights import ExpectedWeights, adapter_folder, write_shared_files
+from rlflow.engines.vision.passes import ServedImages, load_eyes
 from rlflow.errors import EngineError, UserError, first_line
 from rlflow.system.compat.vllm import kernels_are_loaded, replace_logprobs
 
@@ -64,11 +66,12 @@ class VllmEngine(SessionEngine):
             config = load_config(spec.model_name, folder, trust_remote_code=spec.model.trust_remote_code)
             check_model(spec, config)
             self._expected = ExpectedWeights.of(config, spec)
+            self._vision = load_eyes(spec, config, self.tokenizer)
             self._end_ids = merge_end_ids(load_end_ids(folder, config), self.tokenizer.eos_token_id)
             arguments = engine_arguments(spec, folder, config, self._expected.adapted_layers)
             self._max_model_len: int = arguments["max_model_len"]
             try:
-                self._batcher = Batcher(spec.role, lambda: _start_vllm(arguments))
+                self._batcher = Batcher(spec.role, lambda: _start_vllm(arguments, self._never_sampled))
             except UserError:
                 raise
             except Exception as error:
@@ -97,13 +100,31 @@ class VllmEngine(SessionEngine):
                 f"role {self._spec.role}: a prompt of {longest} tokens leaves no room for a response"
                 f" in {self._max_model_len}."
             )
-        ids = samples.ids.take(np.arange(len(samples)))
-        return self._batcher.submit(
-            [
-                self._build_request(ids[row].tolist(), key, sampling, partial[row] if partial else NO_RESPONSE)
-                for row, key in enumerate(samples.keys)
-            ]
-        )
+        ids, served = samples.ids.take(np.arange(len(samples))), self._serve_images(samples)
+        requests = [
+            self._build_request(ids[row].tolist(), key, sampling, partial[row] if partial else NO_RESPONSE)
+            for row, key in enumerate(samples.keys)
+        ]
+        return self._batcher.submit([replace(r, images=images) for r, images in zip(requests, served, strict=True)])
+
+    def _serve_images(self, samples: Prompts) -> list[ServedImages | None]:
+        """Process the images of each row, in this thread: vLLM's own goes on generating."""
+        if samples.images is None:
+            return [None] * len(samples)
+        if self._vision is None:
+            raise EngineError(f"role {self._spec.role}: the prompts have images, which this model cannot see.")
+        served: list[ServedImages | None] = []
+        for row in range(len(samples)):
+            if row and np.array_equal(samples.images[row], samples.images[row - 1]):
+                served.append(served[-1])
+            else:
+                images = images_of(samples.images, row)
+                served.append(self._vision.serve(samples.ids[row], images) if images else None)
+        return served
+
+    @property
+    def _never_sampled(self) -> list[int]:
+        return [] if self._vision is None else sorted(self._vision.family.media_ids)
 
     def _build_request(
         self, prompt_ids: list[int], key: NDArray[np.int64], sampling: Sampling, partial: PartialResponse
@@ -128,6 +149,8 @@ class VllmEngine(SessionEngine):
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,
+            # Greedy decoding takes no part in the cut of the sampler, and its logprobs are not trained on.
+            logit_bias=dict.fromkeys(self._never_sampled, -100.0) if sampling.temperature == 0 else None,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
@@ -228,7 +251,9 @@ class VllmEngine(SessionEngine):
         self._batcher.version = self.journal.version = version
 
     def _clear_prefix_cache(self, engine: Any) -> None:
-        """Drop the cached prompts, whose keys and values belong to the old weights."""
+        """Drop the cached prompts and images, which belong to the old weights."""
+        if self._vision is not None:
+            engine.reset_encoder_cache()
         if not engine.reset_prefix_cache():
             raise EngineError(f"role {self._spec.role}: vLLM does not clear its prefix cache.")
 
@@ -260,12 +285,12 @@ def _check_package() -> None:
         raise ImportError(f"its compiled kernels do not load with torch {torch.__version__}")
 
 
-def _start_vllm(arguments: dict[str, Any]) -> Any:
+def _start_vllm(arguments: dict[str, Any], never_sampled: list[int]) -> Any:
     from vllm import LLMEngine
     from vllm.engine.arg_utils import EngineArgs
 
     engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
-    _on_ranks(engine, "prepare_sampler")
+    _on_ranks(engine, "prepare_sampler", never_sampled)
     replace_logprobs(_append_logprobs)
     return engine
 

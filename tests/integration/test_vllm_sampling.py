@@ -122,7 +122,7 @@ def draw(_: list[Any], logits: Floats, seeds: list[int], positions: NDArray[np.i
     runner = SimpleNamespace(input_batch=SimpleNamespace(num_tokens_no_spec=positions))
     generators = {row: SimpleNamespace(initial_seed=lambda seed=seed: seed) for row, seed in enumerate(seeds)}
     rows = torch.tensor(logits, dtype=torch.float32).repeat(count, 1)
-    tokens, scores = _sample(runner, rows, generators, torch.full((count,), k), torch.full((count,), p))
+    tokens, scores = _sample(runner, [], rows, generators, torch.full((count,), k), torch.full((count,), p))
     return tokens.tolist(), scores[-1].numpy()
 
 

@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 
 from rlflow.engines.group_progress import NO_RESPONSE, PartialResponse
 from rlflow.engines.serving.activity import ActivityRecorder, EngineActivity, find_core
+from rlflow.engines.vision.passes import ServedImages
 from rlflow.errors import EngineError, first_line
-from rlflow.system.compat.vllm import partial_output
+from rlflow.system.compat.vllm import image_prompt, partial_output
 
 Result = TypeVar("Result")
 
@@ -29,6 +30,8 @@ class Request:
     """vLLM's SamplingParams."""
     partial: PartialResponse = NO_RESPONSE
     """The part of the response that is already generated, with which ``prompt_ids`` end."""
+    images: ServedImages | None = None
+    """The images of the prompt."""
 
 
 @dataclass(frozen=True)
@@ -209,8 +212,7 @@ class Batcher:
         try:
             for name, index in zip(names, indices, strict=True):
                 request = group.requests[index]
-                prompt = {"prompt_token_ids": request.prompt_ids}
-                engine.add_request(name, prompt, request.params, lora_request=self.adapters)
+                engine.add_request(name, _prompt(engine, request), request.params, lora_request=self.adapters)
         except Exception as error:  # vLLM raises errors of many kinds for an invalid request
             engine.abort_request(names)
             refused = EngineError(f"role {self._role}: vLLM refuses a request ({first_line(error)}).")
@@ -267,6 +269,14 @@ class Batcher:
                 waiting.add(self._inbox.get())
         for work in waiting:
             work.fail(self._failure)
+
+
+def _prompt(engine: Any, request: Request) -> Any:
+    """Return the prompt of a request as vLLM takes it."""
+    ids, images = request.prompt_ids, request.images
+    if images is None:
+        return {"prompt_token_ids": ids}
+    return image_prompt(engine, ids, images.fields, images.digests, images.places)
 
 
 def drain(engine: Any) -> None:

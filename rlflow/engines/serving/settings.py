@@ -11,6 +11,7 @@ from rlflow.engines.base import EngineSpec
 from rlflow.engines.causal_lm.model_files import loading_from
 from rlflow.engines.causal_lm.pretrained import load_model, load_tokenizer, save_model
 from rlflow.engines.memory import forbid_expandable_segments
+from rlflow.engines.vision.base import find_family
 from rlflow.errors import RecipeError
 from rlflow.resources.memory.phases import MAX_BATCHED_TOKENS, reserved_rank
 
@@ -76,6 +77,7 @@ def load_end_ids(folder: str, config: Any) -> int | list[int] | None:
 
 def check_model(spec: EngineSpec, config: Any) -> None:
     """Raise RecipeError for a model that vLLM has no kernels for on this device, or cannot split as asked."""
+    config = config.get_text_config()
     if spec.device == "cpu" and _head_dim(config) not in _CPU_HEAD_DIMS:
         raise RecipeError(
             f"models.{spec.model_name}",
@@ -95,12 +97,12 @@ def check_model(spec: EngineSpec, config: Any) -> None:
 
 def engine_arguments(spec: EngineSpec, folder: str, config: Any, adapted_layers: Sequence[str] = ()) -> dict[str, Any]:
     """Return the fields of vLLM's EngineArgs; ``config`` is transformers' configuration of the model."""
-    layout = spec.layout
+    layout, family, config = spec.layout, find_family(config.model_type), config.get_text_config()
     num_ranks = layout.tensor_parallel_size * layout.pipeline_parallel_size
     max_model_len = spec.max_model_len or config.max_position_embeddings
     arguments: dict[str, Any] = {
         "model": folder,
-        "skip_tokenizer_init": True,
+        "skip_tokenizer_init": family is None,
         "trust_remote_code": spec.model.trust_remote_code,
         "dtype": spec.model.dtype,
         "seed": spec.seed % 2**32,
@@ -117,6 +119,15 @@ def engine_arguments(spec: EngineSpec, folder: str, config: Any, adapted_layers:
         "use_tqdm_on_load": False,
         "worker_extension_cls": "rlflow.engines.serving.vllm_worker.WorkerExtension",
     }
+    if family is not None:
+        arguments |= {
+            # rlflow processes images, so vLLM must neither normalize them again nor look for the library of its hashes.
+            "mm_device_do_normalize": False,
+            "mm_processor_cache_gb": 0,
+            "mm_hasher_algorithm": "sha256",
+            "skip_mm_profiling": spec.device == "cpu",
+            "limit_mm_per_prompt": {"video": 0} if family.reads_videos else {},
+        }
     if spec.lora is not None:
         arguments |= {
             "enable_lora": True,

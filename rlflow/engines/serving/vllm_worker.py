@@ -23,16 +23,17 @@ class WorkerExtension:
     rank: int
     _rlflow_missing: set[str]
 
-    def prepare_sampler(self) -> None:
+    def prepare_sampler(self, never: Sequence[int] = ()) -> None:
         """Draw each token from its sample's seed and its position alone, and score it before top-p cuts the logits.
 
-        A response then has the same random numbers in every batch and on every engine, also where it is resumed.
+        A response then has the same random numbers in every batch and on every engine, also where it is resumed. Tokens
+        in ``never`` are cut, too.
         """
-        runner = self.model_runner
+        runner, cut = self.model_runner, list(never)
         if not self.vllm_config.use_v2_model_runner:
-            runner.sampler.topk_topp_sampler.forward = partial(_sample, runner)
+            runner.sampler.topk_topp_sampler.forward = partial(_sample, runner, cut)
         elif runner.sampler is not None:  # only the last pipeline stage samples
-            vllm.wrap_random_sampling(runner.sampler, lambda sample: partial(_sample_on_gpu, sample))
+            vllm.wrap_random_sampling(runner.sampler, lambda sample: partial(_sample_on_gpu, sample, cut))
 
     def attempt(self, method: str, *arguments: Any, **named: Any) -> tuple[Exception | None, Any]:
         """Call a method of the worker; return the error that it raised, and its result.
@@ -82,7 +83,7 @@ class WorkerExtension:
         return set_current_vllm_config(self.vllm_config)
 
 
-def _sample(runner: Any, logits: Any, generators: Any, k: Any, p: Any) -> tuple[Any, Any]:
+def _sample(runner: Any, never: list[int], logits: Any, generators: Any, k: Any, p: Any) -> tuple[Any, Any]:
     """Return tokens [B] and logprobs [B, V] from logits [B, V], on a CPU.
 
     vLLM draws once from the generator of each request, one after another; here generators only hold the seeds.
@@ -91,6 +92,7 @@ def _sample(runner: Any, logits: Any, generators: Any, k: Any, p: Any) -> tuple[
 
     # Logprobs come first, because the cut overwrites the logits.
     logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
+    logits[:, never] = float("-inf")
     # Greedy requests have no generator, and vLLM replaces their tokens.
     seeds = [generators[row].initial_seed() if row in generators else 0 for row in range(len(logits))]
     positions = torch.from_numpy(runner.input_batch.num_tokens_no_spec[: len(seeds)])
@@ -99,9 +101,11 @@ def _sample(runner: Any, logits: Any, generators: Any, k: Any, p: Any) -> tuple[
     return vllm.draw_tokens(vllm.cut_logits(logits, k, p), keys), logprobs
 
 
-def _sample_on_gpu(sample: Any, logits: Any, *inputs: Any) -> Any:
+def _sample_on_gpu(sample: Any, never: list[int], logits: Any, *inputs: Any) -> Any:
     """Return tokens [B] and logits [B, V], on a GPU, where vLLM's kernel draws from seeds and positions itself."""
     rows, requests, positions, k, p, fused = inputs
     # The cut may overwrite the logits.
-    uncut = logits if k is None and p is None else logits.clone()
+    uncut = logits if k is None and p is None and not never else logits.clone()
+    if never:
+        logits[:, never] = float("-inf")
     return sample(logits, rows, requests, positions, k, p, fused)[0], uncut

@@ -16,6 +16,7 @@ import numpy as np
 from rlflow.engines.base import EngineSpec
 from rlflow.engines.buckets import Bucket, TensorEntry, build_buckets
 from rlflow.engines.causal_lm.adapters import add_adapters, is_adapter, save_adapters, trained_weights, transfer_name
+from rlflow.engines.vision.base import find_family
 from rlflow.errors import EngineError
 from rlflow.resources.models.lora import Lora
 
@@ -43,10 +44,11 @@ class ExpectedWeights:
         Raises RecipeError for adapters of layers that the model does not have.
         """
         import torch
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+        auto = AutoModelForCausalLM if find_family(config.model_type) is None else AutoModelForImageTextToText
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=spec.model.trust_remote_code)
+            model = auto.from_config(config, trust_remote_code=spec.model.trust_remote_code)
             add_adapters(model, spec)
         return cls.of_model(model, spec.lora)
 

@@ -52,6 +52,9 @@ class VisionFamily(ABC):
     projector_prefixes: ClassVar[tuple[str, ...]]
     """The beginnings of the names of the projector's weights, which may lie inside of the tower."""
 
+    reads_videos: ClassVar[bool] = True
+    """True for models that also read videos, which is not supported here."""
+
     def __init__(self, config: Any, tokenizer: "PreTrainedTokenizerBase", image_processor: Any) -> None:
         """Take the model's configuration of transformers, its tokenizer and its image processor."""
         self.config = config
@@ -84,6 +87,10 @@ class VisionFamily(ABC):
     @abstractmethod
     def encoder_outputs(self, features: "list[Tensor]") -> Any:
         """Return features in the form in which a model takes them as ``mm_encoder_outputs["image"]``."""
+
+    @abstractmethod
+    def served(self, images: Sequence[Pixels]) -> "dict[str, Tensor]":
+        """Return images under the names that vLLM's model of the family takes them."""
 
     def positions(self, ids: NDArray[np.integer[Any]], images: Sequence[Pixels]) -> NDArray[np.int64] | None:
         """Return the rotary positions [3, N] of an expanded prompt; None where they count tokens."""

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from rlflow.engines.vision.base import Ids, Pixels, VisionFamily, stack_tiles
 
 if TYPE_CHECKING:
@@ -20,6 +22,7 @@ class Idefics3(VisionFamily):
     placeholder = "<image>"
     tower_prefix = "model.vision_model."
     projector_prefixes = ("model.connector.",)
+    reads_videos = False
 
     def image_ids(self, width: int, height: int) -> Ids:
         return self._ids_of_tiles(*self._tiles(width, height))
@@ -57,6 +60,16 @@ class Idefics3(VisionFamily):
     def encode(self, model: Any, images: Sequence[Pixels]) -> "list[Tensor]":
         tiles = stack_tiles(model, images)
         return [model.model.get_image_features(tiles[None], return_dict=True).pooler_output.flatten(0, 1)]
+
+    def served(self, images: Sequence[Pixels]) -> "dict[str, Tensor]":
+        import torch
+
+        tiles = torch.from_numpy(np.concatenate([image.values for image in images]))
+        return {
+            "pixel_values": tiles,
+            "pixel_attention_mask": torch.ones_like(tiles[:, 0], dtype=torch.int64),
+            "num_patches": torch.tensor([len(image.values) for image in images]),
+        }
 
     def encoder_outputs(self, features: "list[Tensor]") -> Any:
         from transformers.modeling_outputs import BaseModelOutputWithPooling

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from rlflow.engines.vision.base import Ids, Pixels, VisionFamily, stack_tiles
 
 if TYPE_CHECKING:
@@ -31,6 +33,15 @@ class InternVL(VisionFamily):
             return_dict=True,
         )
         return [outputs.pooler_output.flatten(0, 1)]
+
+    def served(self, images: Sequence[Pixels]) -> "dict[str, Tensor]":
+        import torch
+
+        return {
+            "pixel_values": torch.from_numpy(np.concatenate([image.values for image in images])),
+            "image_num_patches": torch.tensor([len(image.values) for image in images]),
+            "image_token_id": torch.tensor(self.placeholder_id),
+        }
 
     def encoder_outputs(self, features: "list[Tensor]") -> Any:
         from transformers.modeling_outputs import BaseModelOutputWithPooling

@@ -17,7 +17,7 @@ from rlflow.batch.images import Image, images_of
 from rlflow.engines.base import EngineSpec
 from rlflow.engines.causal_lm.host_arrays import to_device
 from rlflow.engines.causal_lm.packing import Index, Stream, rope_of_stream
-from rlflow.engines.vision.base import Pixels, VisionFamily, find_family, load_vision
+from rlflow.engines.vision.base import Ids, Pixels, VisionFamily, find_family, load_vision
 from rlflow.errors import EngineError, RecipeError
 from rlflow.resources.models.vision import list_parts
 
@@ -37,6 +37,17 @@ class EncodedImages:
     """Arguments of the model."""
     anchor: "Tensor | None" = None
     """Zero, with gradients of zero for the tower. A loss that contains it keeps ranks without images in step."""
+
+
+@dataclass(frozen=True, eq=False)
+class ServedImages:
+    """The processed images of a prompt, for an engine that serves requests."""
+
+    fields: "dict[str, Tensor]"
+    """Their pixels, under the names that vLLM's model takes."""
+    digests: list[str]
+    places: "list[Tensor]"
+    """The places in the prompt of each image's features."""
 
 
 class Vision:
@@ -95,6 +106,17 @@ class Vision:
             features = [layer.index_select(0, places) for layer in features]
         return EncodedImages({"mm_encoder_outputs": {"image": self.family.encoder_outputs(features)}}, anchor)
 
+    def serve(self, ids: Ids, images: Sequence[Image]) -> ServedImages:
+        """Return the processed images of an expanded prompt. Raises EngineError if it has other placeholders."""
+        import torch
+
+        family = self.family
+        counts = [int((family.image_ids(i.width, i.height) == family.placeholder_id).sum()) for i in images]
+        places = np.flatnonzero(ids == family.placeholder_id)
+        _check_count(len(places), sum(counts))
+        by_image = [torch.from_numpy(part) for part in np.split(places, np.cumsum(counts)[:-1])]
+        return ServedImages(family.served(self._read(images)), [image.digest for image in images], by_image)
+
     def _rope(self, stream: Stream, pixels: Sequence[Sequence[Pixels]]) -> Index | None:
         is_prompt = stream.segments.prompt_lengths == 0
         starts, lengths = stream.segments.starts[is_prompt], stream.segments.lengths[is_prompt]
@@ -138,14 +160,11 @@ def freeze_parts(model: Any, spec: EngineSpec) -> None:
             weight.requires_grad_(False)
 
 
-def load_eyes(spec: EngineSpec, model: Any, tokenizer: "PreTrainedTokenizerBase") -> Vision | None:
-    """Return the eyes of a role's model, whose trained parts are known; None for a model that reads text alone."""
-    family = find_family(model.config.model_type)
-    if family is None:
+def load_eyes(spec: EngineSpec, config: Any, tokenizer: "PreTrainedTokenizerBase") -> Vision | None:
+    """Return the eyes of a role's model by its configuration; None for a model that reads text alone."""
+    if find_family(config.model_type) is None:
         return None
-    is_trained = "Trains" in spec.capabilities and any(
-        weight.requires_grad and family.part_of(name) != "language" for name, weight in model.named_parameters()
-    )
+    is_trained = "Trains" in spec.capabilities and not spec.lora and list_parts(spec.train) != ("language",)
     is_sharded = spec.world_size > spec.layout.sequence_parallel_size
     return Vision(
         load_vision(spec.model_name, spec.model, tokenizer),

@@ -36,11 +36,18 @@ class QwenVL(VisionFamily):
     def encode(self, model: Any, images: Sequence[Pixels]) -> "list[Tensor]":
         import torch
 
-        patches = torch.from_numpy(np.concatenate([image.values for image in images])).to(model.device)
-        grids = torch.tensor([(1, *image.grid) for image in images if image.grid is not None], device=model.device)
+        patches, grids = (value.to(model.device) for value in self.served(images).values())
         outputs = model.model.get_image_features(patches, grids, return_dict=True)
         layers = [outputs.pooler_output, *getattr(outputs, "deepstack_features", ())]
         return [torch.cat(features) for features in layers]
+
+    def served(self, images: Sequence[Pixels]) -> "dict[str, Tensor]":
+        import torch
+
+        return {
+            "pixel_values": torch.from_numpy(np.concatenate([image.values for image in images])),
+            "image_grid_thw": torch.tensor([(1, *image.grid) for image in images if image.grid is not None]),
+        }
 
     def encoder_outputs(self, features: "list[Tensor]") -> Any:
         from transformers.models.qwen3_vl.modeling_qwen3_vl import BaseModelOutputWithDeepstackFeatures

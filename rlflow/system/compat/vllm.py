@@ -55,6 +55,29 @@ def replace_logprobs(update: Callable[[Any, Any], None]) -> None:
     LogprobsProcessor.update_from_output = update
 
 
+def image_prompt(engine: Any, ids: list[int], fields: Any, digests: list[str], places: list[Any]) -> Any:
+    """Return a prompt for vLLM's engine with images that are processed already.
+
+    ``fields`` are their pixels under the names that vLLM's model takes, ``places`` those of each image's features among
+    ``ids``. vLLM would expand the prompt once more if it processed the images itself.
+    """
+    import torch
+    from transformers import BatchFeature
+    from vllm.inputs.engine import mm_input
+    from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
+
+    inputs = BatchFeature(fields)
+    items = MultiModalKwargsItems.from_hf_inputs(inputs, engine.renderer.mm_processor._get_mm_fields_config(inputs, {}))
+    ranges = []
+    for image in places:
+        start, length = int(image[0]), int(image[-1] - image[0]) + 1
+        is_embed = torch.zeros(length, dtype=torch.bool).index_fill_(0, image - start, True)
+        ranges.append(PlaceholderRange(offset=start, length=length, is_embed=None if is_embed.all() else is_embed))
+    return mm_input(
+        prompt_token_ids=ids, mm_kwargs=items, mm_hashes={"image": digests}, mm_placeholders={"image": ranges}
+    )
+
+
 def wrap_random_sampling(sampler: Any, wrap: Callable[[Any], Any]) -> None:
     """Replace the function that draws tokens in the sampler of vLLM's second model runner.
 

@@ -19,6 +19,6 @@ def test_logprobs_on_gpus_are_those_before_the_cut(top_p: Any) -> None:
         return torch.tensor([2]), logits
 
     logits = torch.tensor([[0.0, 1.0, 2.0]])
-    tokens, scored = _sample_on_gpu(sample, logits, "rows", "requests", "positions", None, top_p, False)
+    tokens, scored = _sample_on_gpu(sample, [], logits, "rows", "requests", "positions", None, top_p, False)
     assert tokens.tolist() == [2]
     assert scored.tolist() == [[0.0, 1.0, 2.0]]
