@@ -55,6 +55,15 @@ _SPECIAL_TOKENS = {
 }
 
 
+# The names by which InternVL's processor asks its tokenizer for them.
+_NAMED_TOKENS = {
+    "start_image_token": "<img>",
+    "end_image_token": "</img>",
+    "context_image_token": "<IMG_CONTEXT>",
+    "video_token": "<video>",
+}
+
+
 def _tokenizer(special: list[str]) -> Any:
     from tokenizers import Regex, Tokenizer
     from tokenizers.decoders import Fuse
@@ -65,7 +74,10 @@ def _tokenizer(special: list[str]) -> Any:
     vocabulary = {token: index for index, token in enumerate(["<|end|>", *special, *CHARACTERS])}
     words = Tokenizer(WordLevel(vocabulary))
     words.pre_tokenizer, words.decoder = Split(Regex(r"[\s\S]"), "isolated"), Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<|end|>", pad_token="<|end|>")
+    names = {name: token for name, token in _NAMED_TOKENS.items() if token in special}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token="<|end|>", pad_token="<|end|>", extra_special_tokens=names
+    )
     tokenizer.add_tokens(special, special_tokens=True)
     return tokenizer
 

@@ -97,6 +97,11 @@ NAMES: dict[str, list[tuple[str, str, str | None]]] = {
         ("vllm.v1.engine.logprobs", "LogprobsProcessor.update_from_output", "self output"),
         ("vllm.v1.sample.ops.topk_topp_sampler", "apply_top_k_top_p", "logits k p"),
         ("vllm.v1.worker.gpu.sample.sampler", "Sampler._sample_random", None),
+        (
+            "vllm.multimodal.processing",
+            "BaseMultiModalProcessor._get_mm_fields_config",
+            "self hf_inputs hf_processor_mm_kwargs",
+        ),
         ("vllm.model_executor.model_loader.reload.layerwise", "_place_kernel_tensors", "layer info"),
     ],
 }

@@ -36,7 +36,7 @@ def new_config(options: Model, tokenizer: "PreTrainedTokenizerBase", **extra: An
         tower.model_type,
         text_config={**fields_of_text, **spread},
         vision_config={**{name: getattr(tower, name) for name in names}, **sizes, **spread},
-        image_token_id=tokenizer.convert_tokens_to_ids(tower.tokens[0]),
+        image_token_id=tokenizer.convert_tokens_to_ids(next(iter(tower.tokens.values()))),
         tie_word_embeddings=options.architecture.tie_word_embeddings,
         **extra,
     )

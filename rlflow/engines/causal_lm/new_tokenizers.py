@@ -1,6 +1,6 @@
 """Tokenizers of models with random weights: one token for each byte, or for each of a few characters."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from rlflow.recipe import Model
@@ -54,9 +54,8 @@ def new_tokenizer(options: Model) -> "PreTrainedTokenizerBase":
     """Return the tokenizer of a model with random weights."""
     if options.characters is None:
         return _byte_tokenizer()
-    architecture = options.architecture
-    assert architecture is not None
-    return _character_tokenizer(options.characters, architecture.vision.tokens if architecture.vision else ())
+    tower = options.architecture and options.architecture.vision
+    return _character_tokenizer(options.characters, tower.tokens if tower else {})
 
 
 def _byte_tokenizer() -> "PreTrainedTokenizerBase":
@@ -89,10 +88,10 @@ def _byte_tokenizer() -> "PreTrainedTokenizerBase":
     )
 
 
-def _character_tokenizer(characters: str, special: Sequence[str] = ()) -> "PreTrainedTokenizerBase":
+def _character_tokenizer(characters: str, special: Mapping[str, str]) -> "PreTrainedTokenizerBase":
     """Build a tokenizer with one token per character and an end token, which also pads. It refuses other characters.
 
-    ``special`` are tokens of images.
+    ``special`` are tokens of images by their names.
     """
     from tokenizers import Regex, Tokenizer
     from tokenizers.decoders import Fuse
@@ -100,10 +99,12 @@ def _character_tokenizer(characters: str, special: Sequence[str] = ()) -> "PreTr
     from tokenizers.pre_tokenizers import Split
     from transformers import PreTrainedTokenizerFast
 
-    tokens = [END_TOKEN, *dict.fromkeys(characters), *special]
+    tokens = [END_TOKEN, *dict.fromkeys(characters), *special.values()]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     words = Tokenizer(WordLevel(vocabulary))
     words.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
     words.decoder = Fuse()
-    words.add_special_tokens(list(special))
-    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token=END_TOKEN, pad_token=END_TOKEN)
+    words.add_special_tokens(list(special.values()))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token=END_TOKEN, pad_token=END_TOKEN, extra_special_tokens=dict(special)
+    )

@@ -1,5 +1,6 @@
 """The parts of a model that sees images: which of them are trained, and the figures of its tower."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal, get_args
 
@@ -12,10 +13,19 @@ Part = Literal["language", "tower", "projector"]
 """A part of a vision-language model: the tower encodes images, and the projector turns them into tokens."""
 TrainedParts = Literal["language", "all"] | Annotated[tuple[Part, ...], MinLen(1)]
 
-# Tokens for images in each type of model, the placeholder first.
+# Tokens for images in each type of model by the names that its tokenizer has for them, the placeholder first.
 _TOKENS = {
-    "idefics3": ("<image>", "<fake_token_around_image>", "<global-img>"),
-    "internvl": ("<IMG_CONTEXT>", "<img>", "</img>", "<video>"),
+    "idefics3": {
+        "image_token": "<image>",
+        "fake_image_token": "<fake_token_around_image>",
+        "global_image_token": "<global-img>",
+    },
+    "internvl": {
+        "context_image_token": "<IMG_CONTEXT>",
+        "start_image_token": "<img>",
+        "end_image_token": "</img>",
+        "video_token": "<video>",
+    },
 }
 
 
@@ -39,8 +49,8 @@ class VisionTower(Section):
     """The height and width of a patch."""
 
     @property
-    def tokens(self) -> tuple[str, ...]:
-        """Return the tokens for images, the placeholder first."""
+    def tokens(self) -> Mapping[str, str]:
+        """Return the tokens for images by the tokenizer's names for them, the placeholder first."""
         return _TOKENS[self.model_type]
 
     @property

@@ -256,6 +256,7 @@ class TestSleeps:
         """Return an engine that takes its device for a GPU."""
         monkeypatch.setattr(VllmEngine, "__init__", lambda self, spec: None)
         engine = VllmEngine(spec())
+        engine._vision = None
         engine._spec = replace(spec("rollout"), device="cuda:0")
         engine._batcher = Batcher("rollout", lambda: inner)
         engine._weights_asleep = False

@@ -47,7 +47,9 @@ class TestModelFiles:
 
 def config(**values: Any) -> SimpleNamespace:
     usual = {"head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 2}
-    return SimpleNamespace(**(usual | {"hidden_size": 512, "max_position_embeddings": 4096} | values))
+    text = SimpleNamespace(**(usual | {"hidden_size": 512, "max_position_embeddings": 4096} | values))
+    text.model_type, text.get_text_config = "qwen3", lambda: text
+    return text
 
 
 class TestSettings:

@@ -17,7 +17,7 @@ def test_a_tower_has_tokens_for_its_images() -> None:
     architecture = rlflow.load(OVERRIDES).models["policy"].architecture
     assert architecture is not None
     assert architecture.vision is not None
-    assert architecture.vision.tokens[0] == "<IMG_CONTEXT>"
+    assert next(iter(architecture.vision.tokens.values())) == "<IMG_CONTEXT>"
     assert architecture.vision.num_image_tokens == 4
 
 
