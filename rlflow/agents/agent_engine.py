@@ -7,6 +7,9 @@ from concurrent.futures import Future, wait
 from typing import Any
 from weakref import ref
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rlflow.agents.base import Outcome
 from rlflow.agents.episode import Episode
 from rlflow.agents.episode_calls import EndedCall, EpisodeCalls
@@ -90,6 +93,11 @@ class AgentEngine(SessionEngine):
         ]
         self._events.post(self._begin, episodes)
         return [episode.future for episode in episodes]
+
+    def interrupted_rows(self, prompts: Prompts, group_size: int) -> NDArray[np.int64]:
+        names = set(self._interrupted)
+        keys = prompts.repeat(group_size).keys if names else ()
+        return np.array([row for row, key in enumerate(keys) if key.tobytes() in names], np.int64)
 
     def abort(self, futures: "Collection[Future[Any]]") -> None:
         self._events.post(self._abort, futures)
@@ -189,21 +197,13 @@ class AgentEngine(SessionEngine):
     def _complete(self, episode: Episode, outcome: Outcome | None, reason: str = "") -> None:
         self._calls.stop([(episode, name) for name in list(episode.generating)])
         self._leave(episode)
-        calls = {name: call for name, call in episode.record.calls.items() if name in episode.record.used}
-        rewards = {name: 0.0 for name, call in calls.items() if call.result.is_done}
-        for reply, reward in (outcome.call_rewards if outcome else {}).items():
-            number = reply.rpartition("-")[2]
-            name = episode.numbers.get(int(number)) if number.isdecimal() else None
-            if name is None or name not in rewards:
-                fact = f"gave a reward to a call that it has not made ({reply})"
-                self._retry(episode, Failure("invalid", fact))
-                return
-            rewards[name] += reward
-        wait_s = sum(call.wait_s for call in calls.values()) / max(1, len(calls))
-        own = {"retries": episode.num_failures, "wait_seconds": wait_s}
-        measures = {**episode.measures, **(outcome.metrics if outcome else {}), **own}
-        rollout = Rollout(episode.record, outcome, reason, tuple(rewards.values()), measures)
-        episode.future.set_result(rollout)
+        try:
+            rewards = episode.call_rewards(outcome.call_rewards if outcome else {})
+        except LookupError as error:
+            self._retry(episode, Failure("invalid", f"gave a reward to a call that it has not made ({error.args[0]})"))
+            return
+        measures = {**episode.all_measures(), **(outcome.metrics if outcome else {})}
+        episode.future.set_result(Rollout(episode.record, outcome, reason, rewards, measures))
 
     def _retry(self, episode: Episode, failure: Failure) -> None:
         """Try an episode again that has failed, or end it for good."""

@@ -1,6 +1,7 @@
 """An episode at the engine that generates its calls."""
 
 from collections import Counter
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -65,3 +66,21 @@ class Episode:
         self.name, self.worker, self.idle_since = name, worker, now
         self.numbers, self.waiting, self.end, self.is_late, self.is_refused = {}, {}, None, False, False
         self.record.begin_attempt()
+
+    def call_rewards(self, given: Mapping[str, float]) -> tuple[float, ...]:
+        """Return the reward of each call that is done, given those of some replies. Raises LookupError for another."""
+        rewards = {
+            name: 0.0 for name, call in self.record.calls.items() if name in self.record.used and call.result.is_done
+        }
+        for reply, reward in given.items():
+            number = reply.rpartition("-")[2]
+            name = self.numbers.get(int(number)) if number.isdecimal() else None
+            if name is None or name not in rewards:
+                raise LookupError(reply)
+            rewards[name] += reward
+        return tuple(rewards.values())
+
+    def all_measures(self) -> dict[str, float]:
+        """Return what was counted, the attempts that failed, and the mean seconds between a reply and the next call."""
+        waits = [call.wait_s for call in self.record.done_calls()]
+        return {**self.measures, "retries": self.num_failures, "wait_seconds": sum(waits) / max(1, len(waits))}

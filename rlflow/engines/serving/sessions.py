@@ -107,14 +107,18 @@ class SessionEngine(ABC):
         engine, samples = self._engine_of(sampling), prompts.repeat(sampling.group_size)
         return engine.rollouts(samples, [future.result() for future in engine.submit(samples, sampling)], sampling)
 
-    def begin_session(self, prompts: Prompts, sampling: Sampling, num_engines: int = 1) -> tuple[int, int]:
-        """Begin a session over these prompts, which replaces the one before; return the capacity for its samples.
+    def interrupted_rows(self, prompts: Prompts, group_size: int) -> Ints:
+        """Return the rows whose interrupted responses only it continues where they are; by default none."""
+        return np.zeros(0, np.int64)
+
+    def begin_session(self, prompts: Prompts, sampling: Sampling, num_engines: int = 1) -> tuple[int, int, bytes]:
+        """Begin a session, which replaces the one before; return the capacity for its samples, and those interrupted.
 
         The more engines take part in the generation, the longer each collects the rows of a report.
         """
         engine = self._engine_of(sampling)
         self._session = _Session(engine, self.journal, prompts, sampling, num_engines)
-        return engine.capacity
+        return *engine.capacity, pack_rows(engine.interrupted_rows(prompts, sampling.group_size).tolist())
 
     def advance(self, rows: bytes, num_done: int, partial: Rollouts | None = None) -> SampleProgress:
         """Start these rows, or resume those that are in ``partial``, and report the rows that are done.

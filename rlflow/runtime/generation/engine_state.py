@@ -22,6 +22,8 @@ class Capacity:
     """The most samples that it generates at once."""
     tokens: int
     """The most tokens in its KV cache."""
+    interrupted: bytes = b""
+    """Interrupted rows that this engine resumes best, as int32."""
 
 
 @dataclass

@@ -87,6 +87,8 @@ class Scheduler:
         is_new = np.bincount(self._groups, initial) == 0
         self._queue = RowQueue(2 * self._steps + is_new[self._groups])
         self._num_running = 0
+        self._resumed = {rank: self._take_interrupted(engine) for rank, engine in self._engines.items()}
+        """The rows of each engine that it resumes before all others."""
         self._finished_since_order = 0
         self._reorder_after = max(1, int(self._is_queued.sum()) // _REORDERS)
         self._queue_all()
@@ -120,7 +122,7 @@ class Scheduler:
         """
         if self._finished_since_order >= self._reorder_after and self._queue.num_new:
             self._order()
-        assigned: dict[int, list[int]] = {}
+        assigned, self._resumed = {rank: rows for rank, rows in self._resumed.items() if rows}, {}
         if not self._queue:
             return assigned
         with_room = [(engine.load, rank) for rank, engine in self._engines.items() if engine.may_have_room]
@@ -201,6 +203,16 @@ class Scheduler:
         self._final_lengths[rows] = 0
         self._lengths[self._is_queued] = partial_lengths[self._is_queued]
         self._queue_all()
+
+    def _take_interrupted(self, engine: EngineState) -> list[int]:
+        """Return the rows that an engine still has from before an interruption. It had room for them."""
+        rows = np.frombuffer(engine.capacity.interrupted, np.int32)
+        rows = rows[self._is_queued[rows]]
+        self._is_queued[rows] = False
+        engine.running = dict.fromkeys(rows.tolist())
+        self._num_running += len(rows)
+        self._update_tokens(engine)
+        return list(engine.running)
 
     def _fits(self, engine: EngineState, row: int) -> bool:
         """Return whether an engine has room for a row. A single row always fits, which was checked beforehand."""

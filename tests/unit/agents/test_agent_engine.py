@@ -189,6 +189,7 @@ def test_an_interrupted_episode_continues(moves: bool) -> None:
     model.release()
     if moves:
         engine = AgentEngine(RandomModel(), chosen)
+    assert engine.interrupted_rows(samples, 1).tolist() == ([] if moves else [0, 1])
     futures = engine.submit(samples, SAMPLING, partial)
     batch = engine.rollouts(samples, [future.result(LIMIT_S) for future in futures], SAMPLING)
     assert np.array_equal(batch.response_ids.values, expected.response_ids.values)

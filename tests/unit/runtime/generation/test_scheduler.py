@@ -136,6 +136,15 @@ def test_a_full_cache_preempts_the_longest_samples() -> None:
     assert made.assign() == {0: [0]}
 
 
+def test_interrupted_samples_resume_on_the_engine_that_has_them() -> None:
+    """Row 1 has finished since; the others are new, and go to the engine with the smaller load."""
+    rooms = {0: Capacity(4, 200), 1: Capacity(4, 200, np.array([1, 2], np.int32).tobytes())}
+    lengths = np.array([0, 9, 30, 0])
+    made = Scheduler(np.full(1, 5), SAMPLING, rooms, rows=np.array([0, 2, 3]), initial_lengths=lengths)
+    assert made.assign() == {1: [2], 0: [0, 3]}
+    assert made.assign() == {}
+
+
 def test_preempted_samples_resume_where_there_is_room() -> None:
     made = scheduler(1, 2, 100, Capacity(4, 110))
     assert made.assign() == {0: [0, 2], 1: [1, 3]}
