@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from rlflow.compiler.checks.data import data_sources
 from rlflow.compiler.graph import Graph, resampled_nodes
+from rlflow.compiler.models import model_architecture
 from rlflow.engines.registry import engine_kind
 from rlflow.nodes.base import NodeView
 from rlflow.recipe import Recipe
@@ -20,6 +21,9 @@ def graph_warnings(recipe: Recipe, graph: Graph) -> Iterator[str]:
             f"graph.{resampled[-1].name}: the plan expects responses for {recipe.expect.rounds:g} x the prompts that "
             "are trained on (expect.rounds)"
         )
+    architectures = [model_architecture(model) for model in recipe.models.values()]
+    if not recipe.expect.image_tokens and any(model and model.vision for model in architectures):
+        yield "expect.image_tokens: a model can see images, for which the plan counts no time"
     for path, source, _, options in data_sources(recipe):
         if options and ":" not in source:  # a recipe may inherit them
             yield f"{path}.options: only functions have options, so '{source}' does not read them"

@@ -122,6 +122,7 @@ def _from_data(recipe: Recipe, node: GraphNode, kind: TaskKind) -> Task:
         samples=recipe.data.batch_size * group_size,
         group_size=group_size,
         prompts=prompts,
+        image_tokens=min(expect.image_tokens, prompts.mean),
         responses=responses,
         longest=unit_size * (limit + longest),
         unit_size=unit_size,

@@ -32,6 +32,8 @@ class Task:
     samples: int
     group_size: int = 1
     prompts: Lengths
+    image_tokens: float = 0.0
+    """The mean tokens of a prompt that stand for its images, which are encoded once for all rows of the prompt."""
     responses: Lengths
     longest: int
     """Tokens of the longest sequence that the recipe allows, or of the longest unit of several sequences."""

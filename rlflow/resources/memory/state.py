@@ -207,7 +207,7 @@ def stage_state(model: Architecture, layout: Layout, training: TrainingMemory, s
         }
     # Encoders are whole on every tensor-parallel rank.
     shards = layout.num_shards if zero == 3 else 1
-    frozen += training.weights * model.encoder_parameters / shards
+    frozen += training.weights * model.frozen_parameters / shards
     terms = {
         "weights": frozen + ends["weights"] + sizes["weights"] * (trained_sharded if zero == 3 else trained),
         "gradients": ends["gradients"] + sizes["gradients"] * (trained_sharded if shards_gradients else trained),

@@ -93,6 +93,11 @@ class Architecture(Figures):
         return max(self.largest_tensor, experts)
 
     @cached_property
+    def frozen_parameters(self) -> int:
+        """Return the parameters of encoders and of the part that reads images."""
+        return self.encoder_parameters + (self.vision.num_parameters(self.hidden_size) if self.vision else 0)
+
+    @cached_property
     def num_tensors(self) -> int:
         """Return about how many tensors the weights' file has: nine for each layer, and three for each expert."""
         return 9 * self.num_hidden_layers + 3 * self.num_sparse_layers * (self.num_experts or 0)

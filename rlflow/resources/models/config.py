@@ -11,6 +11,7 @@ from rlflow.resources.models.architecture import Architecture, check
 from rlflow.resources.models.config_file import FIX, read_config
 from rlflow.resources.models.figures import MODEL_TYPES, NEEDS, OF_EXPERTS
 from rlflow.resources.models.hybrid_config import with_known_names
+from rlflow.resources.models.vision import tower_figures
 from rlflow.schema import parse
 
 # Multimodal models and other names: their language model has the layers of these types.
@@ -48,7 +49,7 @@ _OPTIONAL = (
 )
 _AS_GIVEN = (
     *("tie_word_embeddings", "attention_bias", "attention_k_eq_v", "use_double_wide_mlp"),
-    *("num_kv_shared_layers", "hidden_size_per_layer_input", "num_mlp_layers", "recurrent"),
+    *("num_kv_shared_layers", "hidden_size_per_layer_input", "num_mlp_layers", "recurrent", "vision"),
 )
 # Defaults of transformers' configuration classes where a file has no value, as far as they differ from llama's.
 _GEMMA3_SIZES = {
@@ -169,10 +170,11 @@ def architecture_from_config(config: Mapping[str, Any], path: str) -> Architectu
 
     Raises RecipeError, at ``path``, for an unknown model type and for figures that are missing or wrong.
     """
+    config = _with_vision(config)
     text = config.get("text_config")
     if isinstance(text, Mapping):
         # A part written as a difference from its class leaves shared values to the outer level.
-        shared = {name: config[name] for name in ("tie_word_embeddings",) if name in config}
+        shared = {name: config[name] for name in ("tie_word_embeddings", "vision") if name in config}
         kind = {"model_type": config.get("model_type"), **shared}
         return architecture_from_config({**kind, **text, "text_config": None}, path)
     model_type = _ALIASES.get(str(config.get("model_type")), str(config.get("model_type")))
@@ -225,6 +227,13 @@ def _architecture(content: Mapping[str, Any], model_type: str, path: str) -> Arc
     architecture = parse(Architecture, figures, path)
     check(architecture, path)
     return architecture
+
+
+def _with_vision(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the content with the figures of the part that reads images, if it has one that the planner knows."""
+    part = config.get("vision_config")
+    figures = tower_figures(str(config.get("model_type")), part) if isinstance(part, Mapping) else None
+    return config if figures is None else {**config, "vision": figures, "vision_config": None}
 
 
 def _count(content: Mapping[str, Any], name: str, path: str) -> int:

@@ -168,7 +168,7 @@ class Figures(Section):
     encoder_parameters: Annotated[int, Ge(0), Le(2**53)] = 0
     """Parameters of encoders of images and sound, which stay frozen; not among those of the decoder."""
     vision: VisionTower | None = None
-    """The tower of a model with random weights that reads images. Plans do not count it."""
+    """The part that reads images. It stays frozen by default, and is not among the parameters of the decoder."""
 
     @cached_property
     def num_recurrent_layers(self) -> int:

@@ -9,7 +9,7 @@ from rlflow.resources.models.architecture import Architecture
 from rlflow.resources.time.lengths import Lengths
 from rlflow.resources.time.speed import Speed
 from rlflow.resources.time.turns import ONE_TURN, TurnProfile
-from rlflow.resources.time.work import forward_work
+from rlflow.resources.time.work import forward_work, image_seconds
 
 # Halvings of the interval in which the number of sequences is searched that do not wait: to 0.02 % of it.
 _HALVINGS = 12
@@ -47,6 +47,8 @@ class Requests:
     turns: TurnProfile = ONE_TURN
     caches: bool = True
     """The engine keeps what it has read for the next turn."""
+    image_tokens: float = 0.0
+    """Tokens of a prompt that stand for its images."""
 
 
 def generation(
@@ -88,6 +90,8 @@ def generation(
         seconds = max(seconds, _tail(pace, requests, last=sequences, full=0.0, mixed=0.0))
     read = turns.read_tokens(prompt, requests.responses, requests.group_size, caches=requests.caches)
     prefill = decoder.prefill(speed, sequences * read, context if turns.count > 1 else prompt)
+    images = requests.image_tokens
+    prefill += image_seconds(model, speed, sequences / requests.group_size * images, images) / tensor
     return Generation(seconds + prefill, prefill, full, context, pace)
 
 

@@ -6,7 +6,7 @@ from math import ceil
 from rlflow.resources.layout import Layout
 from rlflow.resources.models.architecture import Architecture
 from rlflow.resources.time.speed import Speed
-from rlflow.resources.time.work import forward_work
+from rlflow.resources.time.work import forward_work, image_seconds
 
 # Kernels of a layer with adapters, for each of one without. Qwen-7B with micro-batches of 256 tokens takes 4.7 ms for
 # each layer of LoRA steps (QwenLM/Qwen, README.md), which is bound by launches.
@@ -56,6 +56,10 @@ class PassBatch:
     """The share of the tokens that pass through the model, where the rows of a prompt share its tokens."""
     minibatches: int = 1
     """The optimizer steps of an update."""
+    image_tokens: float = 0.0
+    """Those of the computed tokens that stand for images."""
+    image: float = 0.0
+    """The tokens of one image."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,11 +149,14 @@ def _passes(
     multiplied += products.heads * 2 * here * model.num_outputs * model.hidden_size / speed.matmul_of(model.hidden_size)
     if here and not speed.is_cpu:
         multiplied *= 1 + efficiency.small_batch_tokens / here
+    # Every rank of a sequence encodes its images, forward alone: they are frozen.
+    images = batch.image_tokens / layout.data_parallel_size / efficiency.balance / micro_batches
     other = work.other_seconds(
         speed, here, batch.length, fused=fused, flash=kernels.flash, adapters=adapters, attending=attending
     )
     arithmetic = multiplied + passes * other
-    compute = arithmetic / (width * stages) + here * model.num_outputs * products.logit_bytes / width / speed.memory
+    compute = image_seconds(model, speed, images, batch.image) + arithmetic / (width * stages)
+    compute += here * model.num_outputs * products.logit_bytes / width / speed.memory
     launch = efficiency.train_layer_s * (0.5 if fused else 1.0) * (_ADAPTER_LAUNCHES if adapters else 1.0)
     launches = passes * (blocks / 2 * launch + efficiency.expert_layer_s * model.num_sparse_layers / stages)
     compute = compute + launches if speed.is_cpu else max(compute, launches)

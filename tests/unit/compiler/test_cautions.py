@@ -53,6 +53,11 @@ def warned(recipe: str, *overrides: str) -> list[str]:
             "responses of an older policy as if they were its own; use 1, or policy_update",
         ),
         (
+            "grpo_internvl_8b",
+            ["expect.image_tokens=0"],
+            "expect.image_tokens: a model can see images, for which the plan counts no time",
+        ),
+        (
             "grpo_tiny_cluster",
             [BFLOAT16],
             "graph.update.old_logprobs: is missing, so clipping also acts on the numerical difference between "

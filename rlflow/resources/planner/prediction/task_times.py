@@ -84,7 +84,12 @@ def _work_seconds(demand: Demand, task: Task, layout: Layout, speed: Speed, kv_t
         return task_generation(demand, task, layout, speed, kv_tokens).seconds
     epochs, minibatches = (task.epochs, task.minibatches) if task.kind == "update" else (1, 1)
     batch = PassBatch(
-        tokens=task.tokens * epochs, length=task.typical_length, computed=task.computed_share, minibatches=minibatches
+        tokens=task.tokens * epochs,
+        length=task.typical_length,
+        computed=task.computed_share,
+        minibatches=minibatches,
+        image_tokens=task.samples / task.group_size * epochs * task.image_tokens,
+        image=task.image_tokens,
     )
     predict = training if task.kind == "update" else scoring
     return predict(model, layout, speed, batch, engine_kernels(demand, layout, speed)).seconds
@@ -135,6 +140,7 @@ def task_generation(demand: Demand, task: Task, layout: Layout, speed: Speed, kv
         engines=workers,
         turns=task.turns,
         caches=serves,
+        image_tokens=task.image_tokens,
     )
     return generation(
         model,

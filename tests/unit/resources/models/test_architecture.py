@@ -87,6 +87,7 @@ def config_fields(of: Architecture) -> dict[str, Any]:
     if recurrent is not None:
         figures |= {"layer_types": _layer_types(of)} | _recurrence_fields(of.model_type, recurrent)
     figures["sliding_window"] = of.sliding_window
+    figures.pop("vision", None)
     figures["pad_token_id"] = 0  # the classes' own are beyond small vocabularies
     if of.model_type == "opt":
         return figures | {"ffn_dim": figures.pop("intermediate_size")}

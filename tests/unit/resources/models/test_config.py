@@ -85,12 +85,16 @@ def test_figures_of_a_card_come_back_from_the_file_that_transformers_writes(
         with subtests.test(path.stem):
             of = card(path)
             transformers.AutoConfig.for_model(**config_fields(of)).save_pretrained(tmp_path)
-            assert read_architecture(str(tmp_path), "m") == of
+            assert read_architecture(str(tmp_path), "m") == replace(of, vision=None)
 
 
 def test_a_model_that_sees_has_the_figures_of_its_text() -> None:
-    figures = QWEN | {"model_type": "qwen2_5_vl", "vision_config": {"hidden_size": 1280}}
-    assert architecture_from_config(figures, "m") == named("qwen2_5_7b")
+    seeing = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "patch_size": 14}
+    figures = QWEN | {"model_type": "qwen2_5_vl", "vision_config": seeing}
+    assert architecture_from_config(figures, "m") == replace(named("qwen2_5_7b"), vision=named("qwen2_5_vl_7b").vision)
+    del seeing["intermediate_size"]
+    with pytest.raises(RecipeError, match=r"^m\.vision\.intermediate_size: is missing"):
+        architecture_from_config(figures, "m")
     nested = {"model_type": "qwen2_5_vl", "tie_word_embeddings": True, "text_config": dict(QWEN)}
     del nested["text_config"]["tie_word_embeddings"]  # type: ignore[attr-defined]
     assert architecture_from_config(nested, "m") == replace(named("qwen2_5_7b"), tie_word_embeddings=True)

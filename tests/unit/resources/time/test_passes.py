@@ -2,12 +2,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 from statistics import mean
+from typing import Any
 
 import pytest
 
 from rlflow.resources.cluster import Gpu
 from rlflow.resources.layout import Layout
 from rlflow.resources.models.architecture import Architecture
+from rlflow.resources.models.vision import VisionTower
 from rlflow.resources.time.decoding import Generation, Requests, decoder_of, generation
 from rlflow.resources.time.lengths import Lengths
 from rlflow.resources.time.passes import (
@@ -248,6 +250,26 @@ def test_a_whole_step_reaches_the_published_share_of_an_a100() -> None:
     ).seconds
     share = 3 * forward_work(LLAMA).flops(64 * 8192, 8192) / 64 / 312e12 / update
     assert 0.5 < share < 0.65
+
+
+def test_a_tower_takes_its_own_operations_once_a_prompt() -> None:
+    """Images are encoded forward alone, in an update too, and tensor-parallel engines share the tower."""
+    figures: dict[str, Any] = {"hidden_size": 1280, "intermediate_size": 3420, "patch_size": 14}
+    tower = VisionTower(model_type="qwen2_5_vl", num_hidden_layers=32, num_attention_heads=16, **figures)
+    seeing = replace(LLAMA, vision=tower)
+    batch = PassBatch(tokens=1e6, length=2000)
+    shown = replace(batch, image_tokens=1e5, image=400)
+    seconds = 1e5 * tower.token_flops(4096, 400) / SPEED.matmul_of(1280)
+    for predict in (scoring, training):
+        added = predict(seeing, LAYOUT, SPEED, shown).seconds - predict(LLAMA, LAYOUT, SPEED, batch).seconds
+        assert added == pytest.approx(seconds / SPEED.efficiency.balance, rel=1e-6)
+    requests = Requests(sequences=64, group_size=8, prompts=Lengths((500.0,)), responses=Lengths((100.0,)))
+    two = replace(LAYOUT, tensor_parallel_size=2, data_parallel_size=1)
+    plain, images = (
+        generation(seeing, two, SPEED, replace(requests, image_tokens=tokens), kv_tokens=1e6) for tokens in (0, 400)
+    )
+    expected = 8 * 400 * tower.token_flops(4096, 400) / SPEED.matmul_of(1280) / 2
+    assert images.seconds - plain.seconds == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("minibatches", [1, 2])
