@@ -7,7 +7,6 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -141,9 +140,7 @@ class Vision:
         return pixels
 
     def _decode(self, image: Image) -> Pixels:
-        from PIL import Image as Pictures
-
-        return self.family.read(Pictures.open(BytesIO(image.encoded)).convert("RGB"))
+        return self.family.read(image.picture())
 
 
 def freeze_parts(model: Any, spec: EngineSpec) -> None:

@@ -14,8 +14,8 @@ Part = Literal["language", "tower", "projector"]
 TrainedParts = Literal["language", "all"] | Annotated[tuple[Part, ...], MinLen(1)]
 TowerType = Literal["idefics3", "internvl", "qwen2_5_vl", "qwen3_vl"]
 
-# Tokens for images in each type of model that can start with random weights, by the names that its tokenizer has for them,
-# the placeholder first.
+# Tokens for images in each type of model that can start with random weights, by the names that its tokenizer has for
+# them, the placeholder first.
 _TOKENS = {
     "idefics3": {
         "image_token": "<image>",
@@ -70,7 +70,7 @@ class VisionTower(Section):
 
     @property
     def tokens(self) -> Mapping[str, str]:
-        """Return the tokens for images of a model with random weights, by the tokenizer's names, the placeholder first."""
+        """Return the tokens for images of a model with random weights, by name, the placeholder first."""
         return _TOKENS[self.model_type]
 
     @property
