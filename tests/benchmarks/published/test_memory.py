@@ -117,7 +117,7 @@ def test_gpus_are_found_by_kind_and_memory(name: str, size: str, gib: float | No
     ("cells", "reason"),
     [
         ({"outcome": "not_shown"}, "a blank cell: no evidence"),
-        ({"model": "Qwen/InternVL3-8B"}, "a model with more than a text decoder"),
+        ({"model": "Kwai-Keye/Keye-VL-1_5-8B"}, "a model with more than a text decoder"),
         ({"source_path": "examples/train/qlora/hqq.sh"}, "quantised weights of other than four bits"),
         (
             {"model": "Qwen/Qwen2.5-VL-7B-Instruct", "system": "verl"},
