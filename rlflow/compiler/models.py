@@ -18,8 +18,10 @@ WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
 def training_memory(role: Role, model: Model) -> TrainingMemory:
     """Return how the role's engine keeps weights, gradients and optimizer, for the memory model."""
     memory = engine_kind(role.engine).training_memory[model.dtype]
+    if role.lora is None:
+        return replace(memory, trains_vision=role.train != "language")
     # Frozen weights are in the model's type.
-    return memory if role.lora is None else replace(memory, lora=role.lora, weights=WEIGHT_BYTES[model.dtype])
+    return replace(memory, lora=role.lora, weights=WEIGHT_BYTES[model.dtype])
 
 
 def role_architecture(recipe: Recipe, graph: Graph, role: str) -> Architecture | None:

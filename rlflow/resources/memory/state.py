@@ -90,6 +90,8 @@ class TrainingMemory:
     """An fp32 master copy and Adam's two moments (Rajbhandari et al. 2020, ZeRO, section 3.1)."""
     lora: Lora | None = None
     """Adapters; the weights are frozen and have no gradients."""
+    trains_vision: bool = False
+    """The part of the model that reads images is trained too."""
     trains_ends: bool = False
     """Embeddings and head are trained beside adapters, in copies of their own (peft's ``modules_to_save``)."""
     adapter_inputs: float = 0
@@ -206,8 +208,11 @@ def stage_state(model: Architecture, layout: Layout, training: TrainingMemory, s
             "optimizer": training.optimizer * (parts if zero >= 1 else stage.ends),
         }
     # Encoders are whole on every tensor-parallel rank.
-    shards = layout.num_shards if zero == 3 else 1
-    frozen += training.weights * model.frozen_parameters / shards
+    if training.trains_vision:
+        trained += model.frozen_parameters
+        trained_sharded += model.frozen_parameters / layout.num_shards
+    else:
+        frozen += training.weights * model.frozen_parameters / (layout.num_shards if zero == 3 else 1)
     terms = {
         "weights": frozen + ends["weights"] + sizes["weights"] * (trained_sharded if zero == 3 else trained),
         "gradients": ends["gradients"] + sizes["gradients"] * (trained_sharded if shards_gradients else trained),

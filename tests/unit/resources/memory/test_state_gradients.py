@@ -1,5 +1,6 @@
 """Memory of DeepSpeed's float32 gradients, by hand from the buffers that its source allocates."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -79,3 +80,13 @@ def test_bfloat16_is_not_trained_without_zero(weight_bytes: float, refused: bool
         "roles.actor.zero_stage: 0 sums gradients in bfloat16, the type of the weights, which loses small gradients in "
         "large sums.\n  Fix: roles.actor.zero_stage=1."
     )
+
+
+def test_a_trained_tower_has_gradients_and_an_optimizer_too() -> None:
+    """Stage 2 has its weights whole on every rank, as those of a frozen one."""
+    seeing = card("qwen2_5_vl_7b")
+    frozen, trained = (state_terms(seeing, layout(2), replace(FP32, trains_vision=trains)) for trains in (False, True))
+    eighth = seeing.frozen_parameters / 8 / GIB
+    assert trained["weights"] == pytest.approx(frozen["weights"])
+    assert trained["gradients"] - frozen["gradients"] == pytest.approx(4 * eighth)
+    assert trained["optimizer"] - frozen["optimizer"] == pytest.approx(FP32.optimizer * eighth)
