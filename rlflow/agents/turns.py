@@ -1,7 +1,7 @@
 """Episodes of agents, on any engine that generates."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 from rlflow.agents.agent_engine import AgentEngine
@@ -20,6 +20,7 @@ class AgentTurns:
     """Turns of a model that programs ask for (``engines.base.Turns``)."""
 
     options: AgentOptions
+    limit_includes_prompt: ClassVar[bool] = True
 
     def session_engine(self, engine: Any) -> AgentEngine:
         """Return an engine of episodes over a session engine."""

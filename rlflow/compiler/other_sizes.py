@@ -69,7 +69,8 @@ def size_axes(plan: Plan) -> tuple[SizeAxis, ...]:
         sampling = node.operation.sampling
         assert sampling is not None
         model = model_architecture(recipe.models[recipe.roles[str(node.role)].model])
-        limit = model.max_position_embeddings - recipe.data.max_prompt_tokens if model else None
+        prompt = sampling.longest_sequence(recipe.data.max_prompt_tokens) - sampling.max_tokens
+        limit = model.max_position_embeddings - prompt if model else None
         axes.insert(0, _axis(f"graph.{node.name}.max_tokens", sampling.max_tokens, _RESPONSES, limit=limit))
         if sampling.group_size > 1 and not plan.workload.ahead:
             axes.append(_axis(f"graph.{node.name}.group_size", sampling.group_size, _OTHERS, least=2))

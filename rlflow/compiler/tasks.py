@@ -124,7 +124,7 @@ def _from_data(recipe: Recipe, node: GraphNode, kind: TaskKind) -> Task:
         prompts=prompts,
         image_tokens=min(expect.image_tokens, prompts.mean),
         responses=responses,
-        longest=unit_size * (limit + longest),
+        longest=unit_size * (limit + longest if sampling is None else sampling.longest_sequence(limit)),
         unit_size=unit_size,
         is_expected=expected,
         turns=turns,

@@ -31,7 +31,8 @@ def largest_sizes(problem: Problem) -> Iterator[str]:
         if (size := sampling.group_size) > 1:
             yield _largest(f"graph.{node.name}.group_size", problem, size, _with_option(node.name, "group_size"))
         model = model_architecture(recipe.models[recipe.roles[node.role].model])
-        limit = model.max_position_embeddings - recipe.data.max_prompt_tokens if model else None
+        prompt = sampling.longest_sequence(recipe.data.max_prompt_tokens) - sampling.max_tokens
+        limit = model.max_position_embeddings - prompt if model else None
         tokens = sampling.max_tokens
         yield _largest(f"graph.{node.name}.max_tokens", problem, tokens, _with_option(node.name, "max_tokens"), limit)
 

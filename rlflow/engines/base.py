@@ -47,9 +47,18 @@ class Sampling:
         """Return the temperature of the logprobs: 1 under greedy decoding."""
         return self.temperature or 1.0
 
+    def longest_sequence(self, prompt_tokens: int) -> int:
+        """Return the most tokens of a prompt, which has at most ``prompt_tokens``, with its response."""
+        includes_prompt = self.turns is not None and self.turns.limit_includes_prompt
+        return self.max_tokens if includes_prompt else prompt_tokens + self.max_tokens
+
 
 class Turns(Protocol):
     """The turns of conversations, in which something answers a model. An engine knows nothing else of them."""
+
+    @property
+    def limit_includes_prompt(self) -> bool:
+        """Return whether ``Sampling.max_tokens`` limits a prompt with its response, not the response alone."""
 
     def generate(self, engine: "Generates", prompts: Prompts, sampling: Sampling) -> Rollouts:
         """Return conversations whose turns ``engine`` generates, one batch of turns after another.

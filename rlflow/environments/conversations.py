@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 from rlflow.batch import Prompts, Rollouts
@@ -21,6 +21,7 @@ class EnvironmentTurns:
     """Turns in which an environment answers the model (``engines.base.Turns``)."""
 
     options: TurnOptions
+    limit_includes_prompt: ClassVar[bool] = False
 
     def session_engine(self, engine: Any) -> ConversationEngine:
         """Return an engine of conversations. Each goes on as soon as its own environment has answered."""

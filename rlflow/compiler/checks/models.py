@@ -74,17 +74,21 @@ def check_positions(recipe: Recipe, graph: Graph) -> None:
         if sampling is None or node.role is None:
             continue
         architecture = model_architecture(recipe.models[recipe.roles[node.role].model])
-        prompt, response = recipe.data.max_prompt_tokens, sampling.max_tokens
-        positions = architecture.max_position_embeddings if architecture else prompt + response
+        longest = sampling.longest_sequence(recipe.data.max_prompt_tokens)
+        prompt = longest - sampling.max_tokens
+        positions = architecture.max_position_embeddings if architecture else longest
         if prompt >= positions:
             fact = f"prompts of {prompt} tokens leave no room for responses: the model has {positions} positions"
             raise RecipeError("data.max_prompt_tokens", fact, fix=f"use less than {positions}")
-        if prompt + response > positions:
+        if longest > positions:
+            parts = (
+                f"prompts of {prompt} and responses of {sampling.max_tokens}" if prompt else f"sequences of {longest}"
+            )
             raise RecipeError(
                 f"graph.{node.name}.max_tokens",
-                f"prompts of {prompt} and responses of {response} tokens are longer than the model's "
-                f"{positions} positions",
-                fix=f"graph.{node.name}.max_tokens={positions - prompt}, or a smaller data.max_prompt_tokens",
+                f"{parts} tokens are longer than the model's {positions} positions",
+                fix=f"graph.{node.name}.max_tokens={positions - prompt}"
+                + (", or a smaller data.max_prompt_tokens" if prompt else ""),
             )
 
 

@@ -1,6 +1,6 @@
 """The specification of each worker's engine, from a plan, and the building of the engine."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,6 @@ from rlflow.engines.causal_lm.kernels import check_attention
 from rlflow.engines.registry import engine_kind
 from rlflow.errors import EngineError, UserError, first_line
 from rlflow.extras import check_extra, check_training
-from rlflow.nodes.generate import Generate
 from rlflow.recipe import Model, Optimizer
 from rlflow.resources.planner.prediction.task_times import DEFAULT_NUM_SEQS
 
@@ -104,6 +103,6 @@ def build(engine: str, spec: EngineSpec) -> Any:
 
 
 def _max_model_len(plan: Plan, role: str) -> int | None:
-    operations: Sequence[Any] = [node.operation for node in plan.graph.nodes if node.role == role]
-    longest = max((o.max_tokens for o in operations if isinstance(o, Generate)), default=None)
-    return None if longest is None else plan.recipe.data.max_prompt_tokens + longest
+    prompt = plan.recipe.data.max_prompt_tokens
+    samplings = (node.operation.sampling for node in plan.graph.nodes if node.role == role)
+    return max((sampling.longest_sequence(prompt) for sampling in samplings if sampling), default=None)

@@ -57,3 +57,11 @@ def test_a_plan_states_the_cores_that_agents_need(monkeypatch: pytest.MonkeyPatc
     caution = f"rollouts: agents need {cores:.0f} CPU cores on host-0, which has 1"
     assert any(warning.startswith(caution) for warning in plan.prediction.warnings)
     assert not any("CPU cores" in warning for warning in plan_of("tools_tiny").prediction.warnings)
+
+
+def test_an_agents_limit_includes_its_prompt() -> None:
+    """The model has 256 positions, and prompts of the data up to 24 tokens, which agents put into messages."""
+    assert plan_of("tools_tiny", "graph.rollouts.max_tokens=256").workload.tasks[0].longest == 256
+    message = r"^graph\.rollouts\.max_tokens: sequences of 257 tokens are longer than the model's 256 positions"
+    with pytest.raises(RecipeError, match=message):
+        plan_of("tools_tiny", "graph.rollouts.max_tokens=257")
