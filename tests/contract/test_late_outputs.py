@@ -126,7 +126,7 @@ def engine(inner: LateEngine, monkeypatch: pytest.MonkeyPatch) -> VllmEngine:
     engine = VllmEngine(spec())
     engine._spec = replace(spec("rollout"), device="cuda:0")
     engine._batcher = Batcher("rollout", lambda: inner)
-    engine._weights_asleep = False
+    engine._weights_asleep, engine._vision = False, None
     engine._max_model_len, engine._max_num_seqs, engine._cache_tokens = 100, 4, 1000
     engine.tokenizer = SimpleNamespace(batch_decode=lambda ids, skip_special_tokens: [str(row) for row in ids])
     monkeypatch.setattr(engine, "_sampling_params", lambda sampling, seed: None)

@@ -135,7 +135,7 @@ def rollout_engine(patch: pytest.MonkeyPatch) -> RolloutWorker:
     patch.setattr(VllmEngine, "__init__", lambda self, given: None)
     engine = VllmEngine(spec())
     engine._spec = replace(spec("rollout"), device="cuda:0")
-    engine._weights_asleep = False
+    engine._weights_asleep, engine._vision = False, None
     engine.journal = Journal(None, "rollout")
     inner = LlmEngine()
     engine._batcher = Batcher("rollout", lambda: inner)

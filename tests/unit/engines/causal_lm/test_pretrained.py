@@ -80,11 +80,11 @@ def test_a_recipe_may_bring_the_chat_template(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("trusted", [False, True])
 def test_vllm_gets_trust_remote_code(trusted: bool, tmp_path: Path) -> None:
-    class Config:
-        max_position_embeddings, head_dim, num_hidden_layers, num_key_value_heads = 64, 32, 2, 2
+    from transformers import Qwen3Config
 
+    config = Qwen3Config(max_position_embeddings=64, head_dim=32, num_hidden_layers=2, num_key_value_heads=2)
     model = replace(MODEL, trust_remote_code=trusted)
-    assert engine_arguments(spec(model=model), str(tmp_path), Config())["trust_remote_code"] is trusted
+    assert engine_arguments(spec(model=model), str(tmp_path), config)["trust_remote_code"] is trusted
 
 
 @pytest.mark.slow
