@@ -7,7 +7,7 @@ environment does follows from its row, so each episode must be what it is withou
 
 - ``hangs``: batches that are not done within a limit.
 - ``smaller_groups``: rows that are missing.
-- ``different_weights``: rows whose tokens, logprobs, turns or rewards differ, with which an update would.
+- ``different_weights``: rows whose tokens, logprobs, turns or rewards differ, so that an update on them would too.
 - ``leftovers``: processes that live 10 s after their engines have stopped.
 - ``replayed_share``: the calls that the record answered, of those that were asked again.
 """

@@ -15,10 +15,9 @@ Agents call in three ways:
 episodes takes ten times as long as the median. No schedule beats the time of training, that of generation with every
 slot in use, or a third of the time of a long episode and of training: an episode begins three steps before its own.
 
-The ideal is a brute-force simulation of the same
-replies and delays without any overhead, in which a call may go to any engine. The prediction is that of the plan,
-which knows the speed of the engines, the distribution of the lengths, and the mean delay. ``largest_process_mb`` is the
-largest private memory that a process needs for the episodes.
+The ideal is a brute-force simulation of the same replies and delays without any overhead, in which a call may go to any
+engine. The prediction is that of the plan, which knows the speed of the engines, the distribution of the lengths, and
+the mean delay. ``largest_process_mb`` is the largest private memory that a process needs for the episodes.
 """
 
 import argparse

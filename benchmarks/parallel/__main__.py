@@ -1,11 +1,12 @@
 """Compare ranks of the FSDP engine with one rank of torch in float32: whether they are exact, and what a step costs.
 
-``python -m benchmarks.parallel [--json FILE] [--only PART_OF_A_NAME]``
+``python -m benchmarks.parallel [--json FILE] [--only PART_OF_A_NAME] [--seeds N]``
 
 Every combination of replicas, shares of the data, parts of sequences and groups of experts on 2 and 4 ranks (gloo, on
 CPUs) trains five tiny models for three AdamW steps of several passes. Half of them reduce gradients once a step, half
-recompute layers. A combination is exact where losses and the first gradients differ by at most 1e-6, weights by 1e-5,
-and gradient norms by 1e-5 of their size. Engines with a mistake must not be exact.
+recompute layers, and rows are drawn by each of several seeds. A combination is exact where losses and the first
+gradients differ by at most 1e-6, weights by 1e-5, and gradient norms by 1e-5 of their size. Engines with a mistake must
+not be exact.
 A step of two passes over four layers is counted in messages, and its CPU time compared with that of DeepSpeed's ZeRO 3.
 """
 
@@ -31,9 +32,9 @@ from rlflow.resources.layout import Layout
 MAX_GATHERS, MAX_REDUCTIONS = 26, 7
 
 
-def differing(folder: Path, ranks: Mapping[int, Ranks], only: str) -> tuple[int, list[str], list[str]]:
+def differing(folder: Path, ranks: Mapping[int, Ranks], only: str, seed: int) -> tuple[int, list[str], list[str]]:
     """Return the number of combinations, those that are not exact, and the mistakes that were not noticed."""
-    batches = [minibatch(step) for step in range(1, STEPS + 1)]
+    batches = [minibatch(step, seed) for step in range(STEPS)]
     count, inexact, unnoticed = 0, [], []
     for model in MODELS:
         expected: Result | None = None
@@ -49,7 +50,7 @@ def differing(folder: Path, ranks: Mapping[int, Ranks], only: str) -> tuple[int,
             count += 1
             if differences := group.call(train_rank, spec, of_ranks, "")[0].differences(expected):
                 inexact.append(name)
-                print(f"differs: {name} in {differences}", flush=True)
+                print(f"differs with seed {seed}: {name} in {differences}", flush=True)
             # The mistakes show where ranks have different experts.
             for mistake in MISTAKES if sizes == (2, 1, 2) else ():
                 if not group.call(train_rank, spec, of_ranks, mistake)[0].differences(expected):
@@ -77,6 +78,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only", default="", help="combinations with this in their name")
+    parser.add_argument("--seeds", type=int, default=2, help="number of draws of the rows")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
@@ -85,7 +87,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary, running() as ranks:
         folder = Path(temporary)
         make_models(folder)
-        count, inexact, unnoticed = differing(folder, ranks, arguments.only)
+        draws = [differing(folder, ranks, arguments.only, seed) for seed in range(arguments.seeds)]
+        count = sum(number for number, _, _ in draws)
+        inexact = [name for _, names, _ in draws for name in names]
+        unnoticed = [name for _, _, names in draws for name in names]
         ratio, gathers, reductions = costs(folder, ranks[4])
     for name in unnoticed:
         print("not noticed:", name)

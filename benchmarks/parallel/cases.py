@@ -48,9 +48,9 @@ class Loss:
         return -(columns["advantages"] * logprobs + 0.01 * columns["entropy"]), {}
 
 
-def minibatch(step: int) -> Minibatch:
+def minibatch(step: int, seed: int = 0) -> Minibatch:
     """Return two responses of different lengths to each of four prompts."""
-    draw = np.random.default_rng(step)
+    draw = np.random.default_rng(seed * STEPS + step)
     prompts = [draw.integers(1, VOCABULARY, draw.integers(3, 10)) for _ in range(PROMPTS)]
     rows = [draw.integers(1, VOCABULARY, draw.integers(3, 14)) for _ in range(PROMPTS * GROUP)]
     responses = Packed.from_rows(rows, np.int32)

@@ -28,7 +28,7 @@ def unfit(row: Row) -> str | None:
     name = row.model.lower()
     if any(_MORE_THAN_TEXT.fullmatch(word) for word in re.split(r"[-_/() ]+", name)):
         found = model_of(row)
-        if found is None or not found.frozen_parameters:
+        if found is None or not found.num_encoder_parameters:
             return "a model with more than a text decoder"
         if "swift" not in row.system or re.search(r"full_vit|lora_llm|vit_gradient_checkpointing", row.text):
             # ms-swift freezes encoders by default (freeze_vit, freeze_aligner), others do not.

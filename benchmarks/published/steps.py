@@ -63,7 +63,7 @@ def unfit(case: Case) -> str | None:
     row = case.row
     if re.search(r"whole run|sync_time_only|per ppo sample", row.step_time_kind.lower()):
         return "not the time of a step"
-    if case.model.frozen_parameters:
+    if case.model.num_encoder_parameters:
         return "images of which the row gives no number"
     if "prime" in row.system and row.gpu_type.startswith("B200"):
         return "kernels that were not ready for the GPU"

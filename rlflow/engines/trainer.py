@@ -30,7 +30,7 @@ from rlflow.engines.sharded.checkpoints import restore_shards, save_shards
 from rlflow.engines.sharded.process_group import create_sharding, wait_for_files
 from rlflow.engines.sharded.trained_state import TrainedState
 from rlflow.engines.times import ProfiledEngine
-from rlflow.engines.vision.passes import freeze_parts, load_eyes
+from rlflow.engines.vision.passes import create_vision, freeze_parts
 from rlflow.errors import NotFiniteError
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class TrainingEngine(TunableEngine, ProfiledEngine, ABC):
         if self._trains:
             freeze_parts(model, spec)
         self._tokenizer = load_tokenizer(spec.model_name, spec.model)
-        self._vision = load_eyes(spec, model.config, self._tokenizer)
+        self._vision = create_vision(spec, model.config, self._tokenizer)
         if spec.layout.gradient_checkpointing:
             checkpoint_layers(model, spec.layout.kept_layers)
         if pays_to_compile(spec, model):

@@ -18,7 +18,7 @@ from rlflow.engines.journal import Journal
 from rlflow.engines.memory import TunableEngine
 from rlflow.engines.serving.weights import ExpectedWeights
 from rlflow.engines.times import ProfiledEngine
-from rlflow.engines.vision.passes import load_eyes
+from rlflow.engines.vision.passes import create_vision
 from rlflow.errors import EngineError
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class TransformersEngine(TunableEngine, ProfiledEngine):
         self._model = load_model(spec, dtype=getattr(torch, spec.model.dtype))
         add_adapters(self._model, spec)
         self.tokenizer = load_tokenizer(spec.model_name, spec.model)
-        self._vision = load_eyes(spec, self._model.config, self.tokenizer)
+        self._vision = create_vision(spec, self._model.config, self.tokenizer)
         self._end_ids = merge_end_ids(self._model.generation_config.eos_token_id, self.tokenizer.eos_token_id)
         self._version: int | None = 0
         self.journal = Journal(spec.journal, spec.role)

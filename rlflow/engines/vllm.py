@@ -28,7 +28,7 @@ from rlflow.engines.serving.settings import (
     set_environment,
 )
 from rlflow.engines.serving.weights import ExpectedWeights, adapter_folder, write_shared_files
-from rlflow.engines.vision.passes import ServedImages, load_eyes
+from rlflow.engines.vision.passes import ServedImages, create_vision
 from rlflow.errors import EngineError, UserError, first_line
 from rlflow.system.compat.vllm import kernels_are_loaded, replace_logprobs
 
@@ -66,7 +66,7 @@ class VllmEngine(SessionEngine):
             config = load_config(spec.model_name, folder, trust_remote_code=spec.model.trust_remote_code)
             check_model(spec, config)
             self._expected = ExpectedWeights.of(config, spec)
-            self._vision = load_eyes(spec, config, self.tokenizer)
+            self._vision = create_vision(spec, config, self.tokenizer)
             self._end_ids = merge_end_ids(load_end_ids(folder, config), self.tokenizer.eos_token_id)
             arguments = engine_arguments(spec, folder, config, self._expected.adapted_layers)
             self._max_model_len: int = arguments["max_model_len"]

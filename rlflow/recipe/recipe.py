@@ -166,7 +166,7 @@ class Expect(Section):
     prompt_tokens: Expected = "auto"
     """The tokens of a prompt."""
     image_tokens: Annotated[float, Ge(0), Le(2**31 - 1)] = 0.0
-    """Those of a prompt's tokens that stand for its images."""
+    """The part of a prompt's tokens that stands for its images."""
     response_tokens: Expected = "auto"
     """The tokens of a response that are generated. In a file, also the folder of an earlier run, whose lengths are
     used."""

@@ -86,12 +86,12 @@ def open_data(
     model, tokenizer = models[name], load_tokenizer(name, models[name])
     num_embeddings = model.architecture.vocab_size if model.architecture else None
 
-    def load_eyes() -> VisionFamily:
+    def load_family() -> VisionFamily:
         if tokenizer.chat_template is None and model.path is not None:
             tokenizer.chat_template = processor_template(model.path)
         return load_vision(name, model, tokenizer)
 
-    reader = Reader(num_embeddings, load_eyes)
+    reader = Reader(num_embeddings, load_family)
     data = open_training_data(recipe.data, tokenizer, rows, recipe.seed, held_out=held_out, edge=edge, reader=reader)
     check_examples(plan, data)
     renders_prompts = any(getattr(node.operation, "reads_rendered_prompts", False) for node in graph.nodes)

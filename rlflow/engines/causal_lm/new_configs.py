@@ -18,10 +18,8 @@ def new_config(options: Model, tokenizer: "PreTrainedTokenizerBase", **extra: An
     from transformers import AutoConfig
 
     assert options.architecture is not None
-    tower, fields_of_text = (
-        options.architecture.vision,
-        {**_text_fields(options), "eos_token_id": tokenizer.eos_token_id},
-    )
+    tower = options.architecture.vision
+    fields_of_text = {**_text_fields(options), "eos_token_id": tokenizer.eos_token_id}
     if tower is None:
         return AutoConfig.for_model(**fields_of_text, **extra)
     spread = {"initializer_range": _VISION_SPREAD}

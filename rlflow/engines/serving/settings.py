@@ -12,7 +12,7 @@ from rlflow.engines.causal_lm.model_files import loading_from
 from rlflow.engines.causal_lm.pretrained import load_model, load_tokenizer, save_model
 from rlflow.engines.memory import forbid_expandable_segments
 from rlflow.engines.vision.base import find_family
-from rlflow.engines.vision.passes import load_eyes
+from rlflow.engines.vision.passes import create_vision
 from rlflow.errors import RecipeError
 from rlflow.resources.memory.phases import MAX_BATCHED_TOKENS, reserved_rank
 
@@ -53,7 +53,7 @@ def model_files(spec: EngineSpec) -> Iterator[str]:
     with TemporaryDirectory(prefix="rlflow-model-") as folder:
         model = load_model(spec, dtype=getattr(torch, spec.model.dtype), device="cpu")
         tokenizer = load_tokenizer(spec.model_name, spec.model)
-        vision = load_eyes(spec, model.config, tokenizer)
+        vision = create_vision(spec, model.config, tokenizer)
         save_model(model, tokenizer, Path(folder), family=None if vision is None else vision.family)
         yield folder
 

@@ -50,7 +50,7 @@ class ServedImages:
 
 
 class Vision:
-    """The eyes of an engine's model."""
+    """The images of an engine's model: reads them, encodes them, and places their features."""
 
     def __init__(self, family: VisionFamily, *, is_trained: bool = False, encodes_always: bool = False) -> None:
         """Prepare to read images for a model whose tower or projector ``is_trained``.
@@ -121,7 +121,7 @@ class Vision:
         starts, lengths = stream.segments.starts[is_prompt], stream.segments.lengths[is_prompt]
         positions = [
             self.family.positions(stream.ids[start : start + length], images)
-            for start, length, images in zip(starts, lengths, pixels, strict=False)
+            for start, length, images in zip(starts, lengths, pixels, strict=True)
         ]
         known = [prompt for prompt in positions if prompt is not None]
         return rope_of_stream(stream, known) if known else None
@@ -157,8 +157,8 @@ def freeze_parts(model: Any, spec: EngineSpec) -> None:
             weight.requires_grad_(False)
 
 
-def load_eyes(spec: EngineSpec, config: Any, tokenizer: "PreTrainedTokenizerBase") -> Vision | None:
-    """Return the eyes of a role's model by its configuration; None for a model that reads text alone."""
+def create_vision(spec: EngineSpec, config: Any, tokenizer: "PreTrainedTokenizerBase") -> Vision | None:
+    """Return how a role's model reads images, by its configuration; None for a model that reads text alone."""
     if find_family(config.model_type) is None:
         return None
     is_trained = "Trains" in spec.capabilities and not spec.lora and list_parts(spec.train) != ("language",)

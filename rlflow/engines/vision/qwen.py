@@ -53,7 +53,7 @@ class QwenVL(VisionFamily):
         from transformers.models.qwen3_vl.modeling_qwen3_vl import BaseModelOutputWithDeepstackFeatures
 
         # The model takes a list of images, and does not ask where they end.
-        whole, *layers = ([each] for each in features)
+        whole, *layers = ([layer] for layer in features)
         return BaseModelOutputWithDeepstackFeatures(pooler_output=whole, deepstack_features=layers)
 
     def positions(self, ids: NDArray[np.integer[Any]], images: Sequence[Pixels]) -> NDArray[np.int64]:

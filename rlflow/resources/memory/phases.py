@@ -257,7 +257,7 @@ def generate_memory(
     peak = limits.max_batched_tokens * (4 * model.hidden_size + (4 * model.mlp_width + 4 * model.query_width) / width)
     peak += limits.max_num_seqs * model.vocab_size * 10
     terms = {
-        "weights": weight_bytes * (weights + model.frozen_parameters) / GIB,
+        "weights": weight_bytes * (weights + model.num_encoder_parameters) / GIB,
         "engine": peak / GIB,
         "graphs": 0.0 if layout.eager else graphs_gib(model),
     }

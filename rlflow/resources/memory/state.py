@@ -209,10 +209,10 @@ def stage_state(model: Architecture, layout: Layout, training: TrainingMemory, s
         }
     # Encoders are whole on every tensor-parallel rank.
     if training.trains_vision:
-        trained += model.frozen_parameters
-        trained_sharded += model.frozen_parameters / layout.num_shards
+        trained += model.num_encoder_parameters
+        trained_sharded += model.num_encoder_parameters / layout.num_shards
     else:
-        frozen += training.weights * model.frozen_parameters / (layout.num_shards if zero == 3 else 1)
+        frozen += training.weights * model.num_encoder_parameters / (layout.num_shards if zero == 3 else 1)
     terms = {
         "weights": frozen + ends["weights"] + sizes["weights"] * (trained_sharded if zero == 3 else trained),
         "gradients": ends["gradients"] + sizes["gradients"] * (trained_sharded if shards_gradients else trained),

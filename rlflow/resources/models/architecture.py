@@ -93,8 +93,8 @@ class Architecture(Figures):
         return max(self.largest_tensor, experts)
 
     @cached_property
-    def frozen_parameters(self) -> int:
-        """Return the parameters of encoders and of the part that reads images."""
+    def num_encoder_parameters(self) -> int:
+        """Return the parameters of all encoders, with those of the part that reads images."""
         return self.encoder_parameters + (self.vision.num_parameters(self.hidden_size) if self.vision else 0)
 
     @cached_property

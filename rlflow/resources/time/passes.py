@@ -57,9 +57,8 @@ class PassBatch:
     minibatches: int = 1
     """The optimizer steps of an update."""
     image_tokens: float = 0.0
-    """Those of the computed tokens that stand for images."""
-    image: float = 0.0
-    """The tokens of one image."""
+    """The part of the computed tokens that stands for images."""
+    tokens_per_image: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +71,8 @@ class Kernels:
     adapters: bool = False
     """Only adapters have gradients, which halves the matrix products of the backward pass."""
     fused_layers: bool = False
+    trains_vision: bool = False
+    """The part of the model that reads images is trained."""
     logit_bytes: tuple[float, float] = (24, 12)
     """Bytes that the output layer reads and writes for each logit besides its products, in training and in scoring."""
     recomputes_logits: bool = False
@@ -149,13 +150,14 @@ def _passes(
     multiplied += products.heads * 2 * here * model.num_outputs * model.hidden_size / speed.matmul_of(model.hidden_size)
     if here and not speed.is_cpu:
         multiplied *= 1 + efficiency.small_batch_tokens / here
-    # Every rank of a sequence encodes its images, forward alone: they are frozen.
+    # Every rank of a sequence encodes its images; what is frozen, forward alone.
     images = batch.image_tokens / layout.data_parallel_size / efficiency.balance / micro_batches
+    images *= forward + backward if kernels.trains_vision else 1
     other = work.other_seconds(
         speed, here, batch.length, fused=fused, flash=kernels.flash, adapters=adapters, attending=attending
     )
     arithmetic = multiplied + passes * other
-    compute = image_seconds(model, speed, images, batch.image) + arithmetic / (width * stages)
+    compute = image_seconds(model, speed, images, batch.tokens_per_image) + arithmetic / (width * stages)
     compute += here * model.num_outputs * products.logit_bytes / width / speed.memory
     launch = efficiency.train_layer_s * (0.5 if fused else 1.0) * (_ADAPTER_LAUNCHES if adapters else 1.0)
     launches = passes * (blocks / 2 * launch + efficiency.expert_layer_s * model.num_sparse_layers / stages)

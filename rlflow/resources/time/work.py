@@ -104,11 +104,12 @@ def forward_work(model: Architecture, value_bytes: float = 2) -> Work:
     )
 
 
-def image_seconds(model: Architecture, speed: Speed, tokens: float, image: float) -> float:
-    """Return the time in which one GPU encodes images of ``tokens`` in all, which have ``image`` tokens each."""
+def image_seconds(model: Architecture, speed: Speed, tokens: float, tokens_per_image: float) -> float:
+    """Return the time in which one GPU encodes images of ``tokens`` in all."""
     if model.vision is None or not tokens:
         return 0.0
-    return tokens * model.vision.token_flops(model.hidden_size, image) / speed.matmul_of(model.vision.hidden_size)
+    flops = tokens * model.vision.token_flops(model.hidden_size, tokens_per_image)
+    return flops / speed.matmul_of(model.vision.hidden_size)
 
 
 def training_passes(*, adapters: bool) -> int:

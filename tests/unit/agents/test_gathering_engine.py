@@ -63,7 +63,7 @@ def test_agents_on_a_model_in_this_process() -> None:
 
 @pytest.mark.slow
 def test_recorded_calls_are_not_generated_again_with_new_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As after a crash: some calls of a batch are in the journal."""
+    """After a crash, some calls of a batch are in the journal."""
     before = model_in_this_process(tmp_path).generate(SAMPLES.take(np.array([0])), NODE.sampling)
     decoded: list[int] = []
 

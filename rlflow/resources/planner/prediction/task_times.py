@@ -89,7 +89,7 @@ def _work_seconds(demand: Demand, task: Task, layout: Layout, speed: Speed, kv_t
         computed=task.computed_share,
         minibatches=minibatches,
         image_tokens=task.samples / task.group_size * epochs * task.image_tokens,
-        image=task.image_tokens,
+        tokens_per_image=task.image_tokens,
     )
     predict = training if task.kind == "update" else scoring
     return predict(model, layout, speed, batch, engine_kernels(demand, layout, speed)).seconds
@@ -104,9 +104,11 @@ def engine_kernels(demand: Demand, layout: Layout, speed: Speed) -> Kernels:
     model = demand.architecture
     assert model is not None
     value_bytes, gradient_bytes = demand.weight_bytes, demand.training.gradients
-    adapters = demand.training.lora is not None
+    adapters, trains_vision = demand.training.lora is not None, demand.training.trains_vision
     if speed.is_cpu:
-        return Kernels(value_bytes=value_bytes, gradient_bytes=gradient_bytes, adapters=adapters)
+        return Kernels(
+            value_bytes=value_bytes, gradient_bytes=gradient_bytes, adapters=adapters, trains_vision=trains_vision
+        )
     is_trainer = "sequence" in demand.parallel
     is_gathered = layout.zero_stage == 3 and layout.num_replicas is None
     pays = model.hidden_size >= MIN_COMPILED_WIDTH and not model.num_experts and not is_gathered
@@ -114,6 +116,7 @@ def engine_kernels(demand: Demand, layout: Layout, speed: Speed) -> Kernels:
         value_bytes=value_bytes,
         gradient_bytes=gradient_bytes,
         adapters=adapters,
+        trains_vision=trains_vision,
         fused_layers=is_trainer and pays and value_bytes == 2,
         logit_bytes=(_logit_bytes(model, *_TRAINED_LOGIT_BYTES), _logit_bytes(model, *_SCORED_LOGIT_BYTES)),
         recomputes_logits=True,
@@ -207,6 +210,8 @@ def weight_sync_seconds(
         return 0.0
     speed = speed.of_engine(target.engine)
     parameters, tensors = model.num_parameters, model.num_tensors
+    if model.vision is not None:  # a frozen part is sent too
+        parameters += model.num_encoder_parameters
     if (lora := source.training.lora) is not None:
         parameters, tensors = adapter_parameters(model, lora), adapter_tensors(model, lora)
     size = parameters * target.weight_bytes

@@ -86,7 +86,7 @@ def test_a_trained_tower_has_gradients_and_an_optimizer_too() -> None:
     """Stage 2 has its weights whole on every rank, as those of a frozen one."""
     seeing = card("qwen2_5_vl_7b")
     frozen, trained = (state_terms(seeing, layout(2), replace(FP32, trains_vision=trains)) for trains in (False, True))
-    eighth = seeing.frozen_parameters / 8 / GIB
+    eighth = seeing.num_encoder_parameters / 8 / GIB
     assert trained["weights"] == pytest.approx(frozen["weights"])
     assert trained["gradients"] - frozen["gradients"] == pytest.approx(4 * eighth)
     assert trained["optimizer"] - frozen["optimizer"] == pytest.approx(FP32.optimizer * eighth)

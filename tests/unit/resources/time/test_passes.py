@@ -253,16 +253,20 @@ def test_a_whole_step_reaches_the_published_share_of_an_a100() -> None:
 
 
 def test_a_tower_takes_its_own_operations_once_a_prompt() -> None:
-    """Images are encoded forward alone, in an update too, and tensor-parallel engines share the tower."""
+    """Frozen, it computes forward alone, in an update too. Tensor-parallel engines share it."""
     figures: dict[str, Any] = {"hidden_size": 1280, "intermediate_size": 3420, "patch_size": 14}
     tower = VisionTower(model_type="qwen2_5_vl", num_hidden_layers=32, num_attention_heads=16, **figures)
     seeing = replace(LLAMA, vision=tower)
     batch = PassBatch(tokens=1e6, length=2000)
-    shown = replace(batch, image_tokens=1e5, image=400)
+    shown = replace(batch, image_tokens=1e5, tokens_per_image=400)
     seconds = 1e5 * tower.token_flops(4096, 400) / SPEED.matmul_of(1280)
     for predict in (scoring, training):
         added = predict(seeing, LAYOUT, SPEED, shown).seconds - predict(LLAMA, LAYOUT, SPEED, batch).seconds
         assert added == pytest.approx(seconds / SPEED.efficiency.balance, rel=1e-6)
+    trained, frozen = (
+        training(seeing, LAYOUT, SPEED, shown, Kernels(trains_vision=trains)).seconds for trains in (True, False)
+    )
+    assert trained - frozen == pytest.approx(2 * seconds / SPEED.efficiency.balance, rel=1e-6)
     requests = Requests(sequences=64, group_size=8, prompts=Lengths((500.0,)), responses=Lengths((100.0,)))
     two = replace(LAYOUT, tensor_parallel_size=2, data_parallel_size=1)
     plain, images = (
