@@ -69,6 +69,9 @@ class Sequences(Batch):
     """B rows of int32: the same for response tokens."""
     images: Packed | None = None
     """B rows of uint8: the images of each prompt (``images.images_of``). None for a data set without images."""
+    routing: Packed | None = None
+    """B rows of records: the experts that an engine used for each token (``routing.from_records``), those of a
+    segment after those of the one before. None unless a trained model replays them."""
 
     def as_sequences(self) -> "Sequences":
         """Return the rows without the fields that a subclass adds."""

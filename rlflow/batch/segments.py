@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlflow.batch.batch import Minibatch, Sequences
+from rlflow.batch.routing import regroup_routing
 
 SequencesT = TypeVar("SequencesT", Sequences, Minibatch)
 
@@ -42,10 +43,12 @@ def unfold(sequences: SequencesT) -> SequencesT:
     prompts, responses = sequences.prompt_segments, sequences.response_segments
     if prompts is None or responses is None:
         return sequences
-    counts = 1 if responses.runs_per_row is None else responses.runs_per_row
-    lengths, images = responses.run_lengths, sequences.images
+    counts = np.ones(len(sequences), np.int64) if responses.runs_per_row is None else responses.runs_per_row
+    lengths, images, routing = responses.run_lengths, sequences.images, sequences.routing
     if images is not None:
         images = images.take(np.repeat(np.arange(len(sequences)), counts))
+    if routing is not None:
+        routing = regroup_routing(routing, counts, prompts.run_lengths, lengths)
     unfolded = replace(
         sequences,
         keys=part_keys(np.repeat(sequences.keys, counts, axis=0), responses.run_values.astype(np.int64)),
@@ -54,6 +57,7 @@ def unfold(sequences: SequencesT) -> SequencesT:
         prompt_segments=None,
         response_segments=None,
         images=images,
+        routing=routing,
     )
     if isinstance(unfolded, Minibatch):
         columns = {name: column.regroup(lengths) for name, column in unfolded.columns.items()}

@@ -248,6 +248,8 @@ class EngineSpec:
     """Adapters beside the model's weights: trained here, or copied from the role that this one follows."""
     train: TrainedParts = "language"
     """The parts of a vision-language model that are trained."""
+    routing_replay: bool = False
+    """A role that generates records the experts of its tokens, and a role that is trained uses the recorded ones."""
     layout: Layout
     rank: int = 0
     """The rank of this worker in its role. Ranks that share sequences (sequence parallelism) are neighbours."""

@@ -23,7 +23,7 @@ from rlflow.engines.causal_lm.adapters import (
 from rlflow.engines.causal_lm.kernels import apply_determinism
 from rlflow.engines.causal_lm.micro_batches import Index, build_micro_batches, restore_order
 from rlflow.engines.causal_lm.pretrained import load_tokenizer, save_model
-from rlflow.engines.causal_lm.token_outputs import compute_outputs, last_values, set_pad_token
+from rlflow.engines.causal_lm.token_outputs import last_values, set_pad_token, token_rewards, token_scores, token_values
 from rlflow.engines.causal_lm.totals import LossTotals, check_finite
 from rlflow.engines.memory import TunableEngine, enable_expandable_segments
 from rlflow.engines.sharded.checkpoints import restore_shards, save_shards
@@ -66,6 +66,7 @@ class TrainingEngine(TunableEngine, ProfiledEngine, ABC):
     def _use_model(self, model: "PreTrainedModel") -> None:
         """Take a loaded model, which has its adapters, and prepare it as the spec asks."""
         from rlflow.engines.causal_lm.compilation import checkpoint_layers, compile_layers, pays_to_compile
+        from rlflow.engines.causal_lm.routing import Routers
 
         spec = self._spec
         self._model = self._called_model = model
@@ -73,6 +74,7 @@ class TrainingEngine(TunableEngine, ProfiledEngine, ABC):
             freeze_parts(model, spec)
         self._tokenizer = load_tokenizer(spec.model_name, spec.model)
         self._vision = create_vision(spec, model.config, self._tokenizer)
+        self._routers = Routers.of(model) if spec.routing_replay else None
         if spec.layout.gradient_checkpointing:
             checkpoint_layers(model, spec.layout.kept_layers)
         if pays_to_compile(spec, model):
@@ -160,9 +162,17 @@ class TrainingEngine(TunableEngine, ProfiledEngine, ABC):
     def _compute_outputs(
         self, sequences: Sequences, temperature: float, entropy: Entropy = "unused"
     ) -> "tuple[Tensor, dict[str, Tensor]]":
-        """Return what the loss is a function of, and columns in addition to the minibatch's."""
-        model, head = self._called_model, self._head
-        return compute_outputs(model, head, sequences, temperature, entropy, self._sharding, self._vision)
+        """Return what a loss is a function of, [T], float32, and columns in addition to the minibatch's.
+
+        These are logprobs and a column of entropies; the values before each token; or the rewards at each token.
+        """
+        model, sharding = self._called_model, self._sharding
+        if self._head == "value":
+            return token_values(model, sequences, sharding), {}
+        if self._head == "reward":
+            return token_rewards(model, sequences, sharding), {}
+        scores = token_scores(model, sequences, temperature, entropy, sharding, self._vision, self._routers)
+        return scores[:, 0], {"entropy": scores[:, 1]}
 
     def _cut(self, sequences: Sequences) -> tuple[list[Index], int]:
         """Return the micro-batches of this rank's rows, and how many of them are real; others count for nothing."""

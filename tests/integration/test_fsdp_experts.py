@@ -9,45 +9,15 @@ from typing import Any
 import pytest
 
 from rlflow.engines.base import EngineSpec
-from rlflow.engines.causal_lm.new_tokenizers import new_tokenizer
 from rlflow.errors import EngineError
 from rlflow.recipe import Model
-from tests.helpers import MODEL
+from tests.expert_models import save_model
 from tests.integration.engine_process import EngineProcess, free_address, processes
 from tests.integration.test_deepspeed import LOSS, of_path, policy_minibatch, split
 from tests.integration.test_fsdp import actor, assert_equal_training, assert_same_weights, of_ranks, plain, shares
 
 SHARED_PROCESSES = "DeepSpeed"
 pytestmark = pytest.mark.slow
-
-SHARED = {
-    "vocab_size": 13,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "moe_intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "num_experts_per_tok": 2,
-    "initializer_range": 0.1,
-    "tie_word_embeddings": False,
-}
-LATENT = {
-    **{"num_key_value_heads": 4, "n_routed_experts": 8, "n_shared_experts": 1, "n_group": 2, "topk_group": 1},
-    **{"first_k_dense_replace": 1, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8},
-    **{"qk_nope_head_dim": 8, "v_head_dim": 16, "routed_scaling_factor": 2.5},
-}
-
-
-def config(name: str) -> Any:
-    import transformers
-
-    if name == "qwen3_moe":
-        return transformers.Qwen3MoeConfig(**SHARED, head_dim=16, num_experts=8, norm_topk_prob=True)
-    if name == "mixtral":
-        return transformers.MixtralConfig(**SHARED, num_local_experts=8)
-    return transformers.DeepseekV3Config(**(SHARED | LATENT))
 
 
 @pytest.fixture(scope="module")
@@ -56,15 +26,7 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     @cache
     def make(name: str) -> Model:
-        import torch
-        from transformers import AutoModelForCausalLM
-
-        folder: Path = tmp_path_factory.mktemp(name)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            AutoModelForCausalLM.from_config(config(name)).save_pretrained(folder)
-        new_tokenizer(MODEL).save_pretrained(folder)
-        return of_path(folder)
+        return save_model(tmp_path_factory.mktemp(name), name)
 
     return make
 

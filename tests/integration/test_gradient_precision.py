@@ -11,7 +11,7 @@ import torch
 from rlflow.batch import Minibatch
 from rlflow.engines.base import EngineSpec
 from rlflow.engines.causal_lm.pretrained import load_model
-from rlflow.engines.causal_lm.token_outputs import compute_outputs
+from rlflow.engines.causal_lm.token_outputs import token_scores
 from rlflow.engines.causal_lm.totals import LossTotals
 from rlflow.nodes.policy_loss import LikelihoodLoss
 from rlflow.recipe import Optimizer
@@ -90,8 +90,9 @@ def reference(batch: Minibatch) -> dict[str, torch.Tensor]:
     for row in range(len(batch)):
         model.zero_grad()
         part = batch.take(np.array([row]))
-        outputs, more = compute_outputs(model, "vocabulary", part, LikelihoodLoss().temperature)
-        total = LossTotals(LikelihoodLoss(), torch.device("cpu"), "actor").add(part, outputs, more) * RANKS
+        scores = token_scores(model, part, LikelihoodLoss().temperature)
+        entropies = {"entropy": scores[:, 1]}
+        total = LossTotals(LikelihoodLoss(), torch.device("cpu"), "actor").add(part, scores[:, 0], entropies) * RANKS
         torch.autograd.backward(total)
         for name, weight in model.named_parameters():
             assert weight.grad is not None

@@ -66,15 +66,20 @@ class Stream:
     """[3, N]: the positions by which a model rotates queries and keys; None where ``positions`` are these."""
     features: Index | None = None
     """[N]: the number of the image feature that each token stands for, -1 for text. None for models without images."""
+    routing: Index | None = None
+    """[N]: the place of each token's record in the routing of the rows, -1 without one. None where no row has any."""
 
 
-def pack(prompt_ids: Packed, response_ids: Packed, images: Packed | None = None) -> Stream:
+def pack(
+    prompt_ids: Packed, response_ids: Packed, images: Packed | None = None, routing: Packed | None = None
+) -> Stream:
     """Pack rows of at least one prompt and one response token each; equal neighbouring prompts are shared.
 
-    Prompts with images are equal if their images are, too.
+    Prompts with images are equal if their images are, too. A shared prompt has the routing of its first row.
     """
     ids: list[NDArray[np.int32]] = []
     positions: list[Index] = []
+    records: list[Index] = []
     predictors: list[Index] = []
     segments: list[tuple[int, int, int, int]] = []
     prompt_rows: list[int] = []
@@ -85,6 +90,7 @@ def pack(prompt_ids: Packed, response_ids: Packed, images: Packed | None = None)
             prompt, prompt_start = prompt_ids[row], end
             ids.append(prompt)
             positions.append(np.arange(len(prompt)))
+            records.append(_places_of_records(routing, row, positions[-1]))
             segments.append((end, len(prompt), end, 0))
             end += len(prompt)
         inputs = response_ids[row][:-1]
@@ -92,6 +98,7 @@ def pack(prompt_ids: Packed, response_ids: Packed, images: Packed | None = None)
         if len(inputs):
             ids.append(inputs)
             positions.append(np.arange(len(prompt), len(prompt) + len(inputs)))
+            records.append(_places_of_records(routing, row, positions[-1]))
             segments.append((end, len(inputs), prompt_start, len(prompt)))
             end += len(inputs)
     return Stream(
@@ -100,7 +107,15 @@ def pack(prompt_ids: Packed, response_ids: Packed, images: Packed | None = None)
         predictors=np.concatenate(predictors),
         segments=Segments(*np.array(segments, np.int64).T),
         prompt_rows=np.array(prompt_rows),
+        routing=None if routing is None else np.concatenate(records),
     )
+
+
+def _places_of_records(routing: Packed | None, row: int, positions: Index) -> Index:
+    """Return the place of the record of each token of a row, -1 for tokens without one."""
+    if routing is None:
+        return positions
+    return np.where(positions < routing.lengths[row], routing.offsets[row] + positions, -1)
 
 
 def _is_same_prompt(first: int, second: int, prompt_ids: Packed, images: Packed | None) -> bool:
@@ -139,9 +154,14 @@ def pad(stream: Stream, multiple: int) -> Stream:
         ids=np.pad(stream.ids, (0, padding)),
         positions=np.pad(stream.positions, (0, padding)),
         rope=None if stream.rope is None else np.pad(stream.rope, ((0, 0), (0, padding))),
-        features=None if stream.features is None else np.pad(stream.features, (0, padding), constant_values=-1),
+        features=_pad_numbers(stream.features, padding),
+        routing=_pad_numbers(stream.routing, padding),
         segments=Segments(*(np.append(column, value) for column, value in zip(columns, last, strict=True))),
     )
+
+
+def _pad_numbers(numbers: Index | None, padding: int) -> Index | None:
+    return None if numbers is None else np.pad(numbers, (0, padding), constant_values=-1)
 
 
 def padded_blocks(segments: Segments) -> tuple[list[Index], Index]:

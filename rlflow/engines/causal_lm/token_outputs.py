@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlflow.batch import Packed, Sequences
-from rlflow.engines.base import Entropy, Head
+from rlflow.engines.base import Entropy
 from rlflow.engines.causal_lm.host_arrays import to_device
 from rlflow.engines.causal_lm.packing import Index, Stream, pack
 from rlflow.errors import EngineError
@@ -21,30 +21,10 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from rlflow.engines.causal_lm.routing import Routers
     from rlflow.engines.sharded.ulysses import Ulysses
     from rlflow.engines.vision.base import Pixels
     from rlflow.engines.vision.passes import Vision
-
-
-def compute_outputs(
-    model: "PreTrainedModel",
-    head: Head,
-    sequences: Sequences,
-    temperature: float,
-    entropy: Entropy = "unused",
-    sharding: "Ulysses | None" = None,
-    vision: "Vision | None" = None,
-) -> "tuple[Tensor, dict[str, Tensor]]":
-    """Return what a loss is a function of, [T], float32, and columns in addition to the minibatch's.
-
-    These are logprobs and a column of entropies; the values before each token; or the rewards at each token.
-    """
-    if head == "value":
-        return token_values(model, sequences, sharding), {}
-    if head == "reward":
-        return token_rewards(model, sequences, sharding), {}
-    scores = token_scores(model, sequences, temperature, entropy, sharding, vision)
-    return scores[:, 0], {"entropy": scores[:, 1]}
 
 
 def token_scores(
@@ -54,10 +34,12 @@ def token_scores(
     entropy: Entropy = "unused",
     sharding: "Ulysses | None" = None,
     vision: "Vision | None" = None,
+    routers: "Routers | None" = None,
 ) -> "Tensor":
     """Return [T, 2], float32: the logprob of each response token, and the entropy of its distribution in nats.
 
-    Logits are divided by ``temperature``. Entropies that are ``unused`` are zero.
+    Logits are divided by ``temperature``. Entropies that are ``unused`` are zero. With ``routers`` the model uses the
+    experts that the sequences have in their routing.
 
     Raises EngineError for a model whose logits are not the output of a single linear layer, and for images that the
     model cannot see.
@@ -66,6 +48,8 @@ def token_scores(
 
     passed = _prepare_pass(model, sequences, sharding, vision)
     tokens = passed.tokens
+    if routers is not None:
+        routers.replay(None if sequences.routing is None else sequences.routing.values, passed.routing, model.device)
     # The rollouts of a prompt share the predictor of their first token. Selecting each predictor once keeps gradients
     # reproducible: gradients of an index with repetitions are added up in any order.
     unique, places = (to_device(x, model.device) for x in np.unique(passed.predictors, return_inverse=True))
@@ -103,7 +87,7 @@ def token_rewards(model: "PreTrainedModel", sequences: Sequences, sharding: "Uly
     # The output at a token is the value before the token after it, so each row gets one more token, never read.
     values = np.insert(response.values, response.offsets[1:], 0)
     longer = Packed(values, response.offsets + np.arange(count + 1))
-    extended = replace(sequences.as_sequences(), response_ids=longer)
+    extended = replace(sequences.as_sequences(), response_ids=longer, routing=None)
     after = np.delete(np.arange(len(values)), longer.offsets[:-1])
     return token_values(model, extended, sharding)[to_device(after, model.device)]
 
@@ -133,6 +117,8 @@ class _Pass:
     """The places on this rank from which response tokens are predicted."""
     tokens: Index | None
     """The numbers of the response tokens that these predict; None for all."""
+    routing: Index | None
+    """The places of the records of this rank's tokens, as in a stream."""
     anchor: "Tensor | None" = None
     """Zero, to be added to the outputs: see ``EncodedImages``."""
 
@@ -143,7 +129,7 @@ def _prepare_pass(
     from rlflow.engines.causal_lm.attention import PackedLayout
 
     device, dtype = model.device, model.dtype
-    stream = pack(sequences.prompt_ids, sequences.response_ids, sequences.images)
+    stream = pack(sequences.prompt_ids, sequences.response_ids, sequences.images, sequences.routing)
     stream, pixels = place_images(stream, sequences.images, vision)
     shard, tokens = (stream, None) if sharding is None else sharding.shard(stream)
     inputs: dict[str, Any] = {
@@ -155,9 +141,9 @@ def _prepare_pass(
         "use_cache": False,
     }
     if vision is None:
-        return _Pass(inputs, shard.predictors, tokens)
+        return _Pass(inputs, shard.predictors, tokens, shard.routing)
     encoded = vision.encode(model, stream, shard, pixels)
-    return _Pass({**inputs, **encoded.inputs}, shard.predictors, tokens, encoded.anchor)
+    return _Pass({**inputs, **encoded.inputs}, shard.predictors, tokens, shard.routing, encoded.anchor)
 
 
 def place_images(stream: Stream, images: Packed | None, vision: "Vision | None") -> "tuple[Stream, list[Pixels]]":

@@ -70,6 +70,7 @@ def shard_stream(stream: Stream, rank: int, size: int) -> tuple[Stream, Index]:
         positions=padded.positions[local],
         rope=None if padded.rope is None else padded.rope[:, local],
         features=None if padded.features is None else padded.features[local],
+        routing=None if padded.routing is None else padded.routing[local],
         predictors=stream.predictors[tokens] // size,
     )
     return shard, tokens

@@ -145,3 +145,14 @@ def test_a_critic_learns_the_same() -> None:
         ValueUpdate().run(engine, batch, values, GaeAdvantage().run(batch, rewards, values))
         outcomes.append(engine.values(WHOLE).values.values)
     assert outcomes[1] == pytest.approx(outcomes[0], abs=1e-6)
+
+
+def test_each_segment_has_its_part_of_the_routing() -> None:
+    """A row has records for the first tokens, at most for all but the last of each segment."""
+    whole = unfold(CUT.as_sequences())
+    assert (whole.prompt_ids.lengths + whole.response_ids.lengths - 1).tolist() == [3, 7, 2, 5, 10, 5, 4, 7]
+    lengths = [3 + 7, 2 + 5 + 10, 0, 4 + 4]
+    routing = Packed.from_rows([np.zeros(length, "V2") for length in lengths], "V2")
+    rows = unfold(replace(CUT.as_sequences(), routing=routing))
+    assert rows.routing is not None
+    assert rows.routing.lengths.tolist() == [3, 7, 2, 5, 10, 0, 4, 4]
