@@ -26,4 +26,5 @@ REWARDS_ARE_EQUAL = Alarm("zero", "all responses to each prompt earn the same, a
 POLICY_ALARMS: tuple[Alarm, ...] = (
     Alarm("entropy", "the policy always takes the same tokens, and tries nothing else", least=1e-4),
     Alarm("kl", "the policy is more than a nat per token away from its reference", most=1.0),
+    Alarm("sampler_difference", "the engines that sample and train differ more than by rounding in bfloat16", most=0.1),
 )

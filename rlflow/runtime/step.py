@@ -4,9 +4,10 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from rlflow.batch import Sequences
+from rlflow.batch import Metrics, Sequences
 from rlflow.errors import EngineError, NotFiniteError
 from rlflow.nodes.minibatches import schedule_behind
+from rlflow.runtime.agreement import check_sampler
 from rlflow.runtime.finite import check_values
 from rlflow.runtime.graph_runner import naming, note_times
 from rlflow.runtime.measurements import figures_per_gpu
@@ -87,9 +88,11 @@ class _StepOutputs:
         self._training, self._step = training, step
 
     def add(self, name: str, output: Any) -> None:
-        """Check and measure an output. Raises NotFiniteError."""
+        """Check and measure an output. Raises NotFiniteError, and EngineError for a sampler of other logprobs."""
         with naming(name):
             check_values(output, self.edges.values())
+            if isinstance(output, Metrics):
+                check_sampler(self._training.plan, name, output, self.edges, self._step)
             self.metrics |= metrics_of(name, output)
         observer, samples = self._training.observer, self._training.samples
         if hasattr(output, "failures") and (failures := output.failures()):

@@ -7,7 +7,13 @@ from rlflow.runtime.alarms import Alarms
 from tests.helpers import load
 
 GRAPH = rlflow.compile(load("recipe=grpo_tiny"), "1x1@cpu").graph
-HEALTHY = {"rollouts/finished": 0.9, "advantages/zero": 0.5, "update/entropy": 1.2, "update/kl": 0.01}
+HEALTHY = {
+    "rollouts/finished": 0.9,
+    "advantages/zero": 0.5,
+    "update/entropy": 1.2,
+    "update/kl": 0.01,
+    "update/sampler_difference": 0.01,
+}
 
 
 def warned(*steps: dict[str, float]) -> list[str]:
@@ -22,6 +28,7 @@ def warned(*steps: dict[str, float]) -> list[str]:
         ("rollouts/finished", 0.0, "every response is cut at max_tokens"),
         ("update/entropy", 1e-6, "the policy always takes the same tokens"),
         ("update/kl", 12.0, "more than a nat per token away from its reference"),
+        ("update/sampler_difference", 0.2, "differ more than by rounding in bfloat16"),
     ],
 )
 def test_a_value_that_stays_is_told_once(metric: str, value: float, fact: str) -> None:
