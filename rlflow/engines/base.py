@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,7 @@ from rlflow.recipe import Model, Optimizer
 from rlflow.resources.layout import Attention, Auto, Layout
 from rlflow.resources.memory.state import TrainingMemory
 from rlflow.resources.models.lora import Lora
-from rlflow.resources.models.vision import TrainedParts
+from rlflow.resources.models.vision import Part, TrainedParts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -157,7 +157,7 @@ class Trains(Protocol):
         """Write the model and its tokenizer in the form that ``from_pretrained`` reads."""
 
     def weights(self) -> "Iterator[tuple[str, Tensor]]":
-        """Yield the name and value of each trained weight; a tensor is valid until the next one is requested.
+        """Yield the name and value of each weight that a sync transfers; one is valid until the next is requested.
 
         Every rank iterates over all of them. Rank 0 gets the full values, other ranks may get anything.
         """
@@ -248,6 +248,8 @@ class EngineSpec:
     """Adapters beside the model's weights: trained here, or copied from the role that this one follows."""
     train: TrainedParts = "language"
     """The parts of a vision-language model that are trained."""
+    synced_parts: tuple[Part, ...] = get_args(Part)
+    """The parts of a vision-language model that weight syncs transfer."""
     routing_replay: bool = False
     """A role that generates records the experts of its tokens, and a role that is trained uses the recorded ones."""
     layout: Layout

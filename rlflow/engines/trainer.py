@@ -16,7 +16,7 @@ from rlflow.engines.causal_lm.adapters import (
     is_adapter,
     merge_adapter,
     save_adapters,
-    trained_weights,
+    synced_weights,
     transfer_name,
     without_adapters,
 )
@@ -180,7 +180,7 @@ class TrainingEngine(TunableEngine, ProfiledEngine, ABC):
         return pieces, len(pieces)
 
     def weights(self) -> "Iterator[tuple[str, Tensor]]":
-        for name, weight in self._gather(trained_weights(self._named_weights(), self._spec.lora)):
+        for name, weight in self._gather(synced_weights(self._model, self._named_weights(), self._spec)):
             yield transfer_name(name), weight
 
     def save(self, folder: Path) -> None:

@@ -134,7 +134,7 @@ class TransformersEngine(TunableEngine, ProfiledEngine):
         self._version = None
         state = trained_weights(self._model.state_dict(), self._spec.lora)
         values = {transfer_name(name): value for name, value in state.items()}
-        expected = ExpectedWeights.of_model(self._model, self._spec.lora)
+        expected = ExpectedWeights.of_model(self._model, self._spec)
         with torch.no_grad():
             for name, tensor in expected.check(self._spec.role, weights):
                 values[name].copy_(tensor)

@@ -209,8 +209,8 @@ class VllmEngine(SessionEngine):
         self._accept_weights(engine, version)
 
     def _load_model(self, engine: Any, weights: "Iterable[tuple[str, Tensor]]") -> None:
-        """Load all weights of the model. Raises EngineError if a parameter of vLLM got none."""
-        _on_ranks(engine, "begin_reload")
+        """Load weights of the model. Raises EngineError if a parameter of vLLM that must change got none."""
+        _on_ranks(engine, "begin_reload", self._spec.synced_parts)
         for part in [weights] if self._spec.layout.model_parallel_size == 1 else write_shared_files(weights):
             _on_ranks(engine, "reload_weights_part", part)
         if missing := {name for names in _on_ranks(engine, "finish_reload") for name in names}:

@@ -68,12 +68,16 @@ def check(engine: RemoteEngine, trainer: TorchEngine, prompts: Prompts, version:
     return rollouts
 
 
-def test_text_without_its_images_is_refused(vllm_process: EngineProcess) -> None:
-    engine = vllm_process.build(
-        "vllm", replace(vision_spec("idefics3", "Generates"), max_num_seqs=16, max_model_len=1024)
-    )
+def test_a_sync_of_the_language_part_and_text_without_its_images(vllm_process: EngineProcess) -> None:
+    """A frozen tower stays as it is. Prompts with the images of others are refused."""
+    of = replace(vision_spec("idefics3", "Generates"), synced_parts=("language",))
+    engine = vllm_process.build("vllm", replace(of, max_num_seqs=16, max_model_len=1024))
+    trainer = TorchEngine(replace(of, capabilities=frozenset({"Trains", "Scores"}), optimizer=Optimizer()))
     firsts = build_case("idefics3").sequences.take(np.array([0, 6]))
     assert firsts.images is not None
+    trainer.update(minibatch(firsts), LikelihoodLoss())
+    engine.load_weights(list(trainer.weights()), 1)
+    check(engine, trainer, Prompts(keys=firsts.keys, ids=firsts.prompt_ids, rows=[{}] * 2, images=firsts.images), 1)
     prompts = Prompts(
         keys=firsts.keys, ids=firsts.prompt_ids, rows=[{}] * 2, images=firsts.images.take(np.array([1, 0]))
     )

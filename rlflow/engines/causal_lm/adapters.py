@@ -113,6 +113,16 @@ def trained_weights(weights: Mapping[str, Value], lora: Lora | None) -> dict[str
     return {name: weight for name, weight in weights.items() if lora is None or is_adapter(name)}
 
 
+def synced_weights(model: "PreTrainedModel", weights: Mapping[str, Value], spec: EngineSpec) -> dict[str, Value]:
+    """Return the weights that a sync transfers: those that are trained, without parts that both engines have."""
+    family = find_family(model.config.model_type)
+    return {
+        name: weight
+        for name, weight in trained_weights(weights, spec.lora).items()
+        if family is None or family.part_of(name) in spec.synced_parts
+    }
+
+
 def is_adapter(name: str) -> bool:
     """Return whether the weight with this name in the model belongs to an adapter."""
     return ".lora_" in name

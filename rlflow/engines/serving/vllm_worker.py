@@ -4,7 +4,7 @@ vLLM reloads a layer once all of its weights have arrived: it repacks them for i
 the old weights are.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 from rlflow.engines import times
 from rlflow.engines.serving.weights import SharedFile
 from rlflow.errors import first_line
+from rlflow.resources.models.vision import Part
 from rlflow.system.compat import vllm
 
 
@@ -55,11 +56,11 @@ class WorkerExtension:
         parallel = self.vllm_config.parallel_config
         times.write_profile(folder, name if parallel.world_size == 1 else f"{name}-{self.rank}")
 
-    def begin_reload(self) -> None:
-        """Prepare for new weights, and clean up what a failed weight sync has left."""
+    def begin_reload(self, parts: Collection[Part]) -> None:
+        """Prepare for new weights of these parts, and clean up what a failed weight sync has left."""
         model = self.model_runner.get_model()
         vllm.undo_reload(model)
-        self._rlflow_missing = {name for name, _ in model.named_parameters()}
+        self._rlflow_missing = {name for name, _ in model.named_parameters() if _part_of(model, name) in parts}
         with self._rlflow_config():
             vllm.begin_reload(model)
 
@@ -81,6 +82,17 @@ class WorkerExtension:
         from vllm.config import set_current_vllm_config
 
         return set_current_vllm_config(self.vllm_config)
+
+
+def _part_of(model: Any, weight: str) -> Part:
+    """Return the part that a weight belongs to, by its name in vLLM's own model."""
+    if not hasattr(model, "get_mm_mapping"):
+        return "language"
+    mapping = model.get_mm_mapping()
+    # vLLM's projector may lie inside of the tower.
+    if weight.startswith(tuple(mapping.connector)):
+        return "projector"
+    return "tower" if weight.startswith(tuple(mapping.tower_model)) else "language"
 
 
 def _sample(runner: Any, never: list[int], logits: Any, generators: Any, k: Any, p: Any) -> tuple[Any, Any]:

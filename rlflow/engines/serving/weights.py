@@ -15,7 +15,14 @@ import numpy as np
 
 from rlflow.engines.base import EngineSpec
 from rlflow.engines.buckets import Bucket, TensorEntry, build_buckets
-from rlflow.engines.causal_lm.adapters import add_adapters, is_adapter, save_adapters, trained_weights, transfer_name
+from rlflow.engines.causal_lm.adapters import (
+    add_adapters,
+    is_adapter,
+    save_adapters,
+    synced_weights,
+    trained_weights,
+    transfer_name,
+)
 from rlflow.engines.vision.base import find_family
 from rlflow.errors import EngineError
 from rlflow.resources.models.lora import Lora
@@ -31,11 +38,11 @@ _MEMORY_FOLDER = "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 @dataclass(frozen=True)
 class ExpectedWeights:
-    """The weights that a weight sync must bring: those of the model, or of its adapters, by their transfer names."""
+    """The weights that a weight sync may bring: those of the model, or of its adapters, by their transfer names."""
 
     shapes: dict[str, tuple[int, ...]]
     required: frozenset[str]
-    """All names but those of tied weights, which a sync may leave out."""
+    """The names that it must bring: not those of tied weights, and not those of parts that stay as they are."""
 
     @classmethod
     def of(cls, config: Any, spec: EngineSpec) -> "ExpectedWeights":
@@ -50,13 +57,13 @@ class ExpectedWeights:
         with torch.device("meta"):
             model = auto.from_config(config, trust_remote_code=spec.model.trust_remote_code)
             add_adapters(model, spec)
-        return cls.of_model(model, spec.lora)
+        return cls.of_model(model, spec)
 
     @classmethod
-    def of_model(cls, model: "PreTrainedModel", lora: Lora | None) -> "ExpectedWeights":
+    def of_model(cls, model: "PreTrainedModel", spec: EngineSpec) -> "ExpectedWeights":
         """Return the weights of a model, which needs no data."""
-        state = trained_weights(model.state_dict(), lora)
-        required = trained_weights(dict(model.named_parameters()), lora)
+        state = trained_weights(model.state_dict(), spec.lora)
+        required = synced_weights(model, dict(model.named_parameters()), spec)
         shapes = {transfer_name(name): tuple(tensor.shape) for name, tensor in state.items()}
         return cls(shapes, frozenset(map(transfer_name, required)))
 

@@ -11,6 +11,7 @@ from rlflow.engines.registry import engine_kind
 from rlflow.errors import EngineError, UserError, first_line
 from rlflow.extras import check_extra, check_training
 from rlflow.recipe import Model, Optimizer
+from rlflow.resources.models.vision import Part, list_parts
 from rlflow.resources.planner.prediction.task_times import DEFAULT_NUM_SEQS
 
 # The most responses that one engine generates at once.
@@ -50,6 +51,7 @@ def spec_of(
         optimizer=options.optimizer or Optimizer(),
         lora=plan.recipe.lora_of(role),
         train=options.train,
+        synced_parts=synced_parts(plan, role),
         layout=placement.layout,
         rank=rank,
         world_size=len(placement.workers),
@@ -84,6 +86,17 @@ def gpu_transport(plan: Plan, role: str) -> GpuTransport | None:
     if transport == "nccl" and not gpus.isdisjoint(trainer_gpus):
         return None
     return transport if transport in sender.sends_weights_by & receiver.receives_weights_by else None
+
+
+def synced_parts(plan: Plan, role: str) -> tuple[Part, ...]:
+    """Return the parts of a vision-language model that go from or to a role in weight syncs: those that are trained.
+
+    Engines that sleep discard their weights, so they get all.
+    """
+    source = plan.recipe.roles[role].follows or role
+    targets = [sync.target for sync in plan.workload.weight_syncs if sync.source == source]
+    is_discarded = any(plan.roles[target].layout.sleeps for target in targets)
+    return list_parts("all" if is_discarded else plan.recipe.roles[source].train)
 
 
 def is_on_gpu(plan: Plan) -> bool:

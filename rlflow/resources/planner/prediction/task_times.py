@@ -210,7 +210,8 @@ def weight_sync_seconds(
         return 0.0
     speed = speed.of_engine(target.engine)
     parameters, tensors = model.num_parameters, model.num_tensors
-    if model.vision is not None:  # a frozen part is sent too
+    # Engines that share GPUs discard their weights while they sleep, frozen ones too.
+    if model.vision is not None and (source.training.trains_vision or (same_gpus and not speed.is_cpu)):
         parameters += model.num_encoder_parameters
     if (lora := source.training.lora) is not None:
         parameters, tensors = adapter_parameters(model, lora), adapter_tensors(model, lora)

@@ -12,7 +12,7 @@ from rlflow.engines.causal_lm.adapters import is_adapter
 from rlflow.engines.torch import TorchEngine
 from rlflow.engines.transformers import TransformersEngine
 from rlflow.engines.vision.base import find_family, load_vision
-from rlflow.errors import RecipeError
+from rlflow.errors import EngineError, RecipeError
 from rlflow.nodes.policy_loss import LikelihoodLoss
 from rlflow.recipe import Model, Optimizer
 from rlflow.resources.models.lora import Lora
@@ -63,6 +63,21 @@ def test_an_engine_that_follows_sees_with_the_trained_tower(kind: str, tmp_path:
     again = TorchEngine(replace(actor(kind), model=exported)).logprobs(rollouts, 1.0).values.values
     np.testing.assert_allclose(again, trained, atol=2e-6)
     assert load_vision("policy", exported, engine._tokenizer).image_ids(40, 24).tolist()
+
+
+def test_a_frozen_tower_is_not_sent() -> None:
+    parts = {"synced_parts": ("language",)}
+    engine = TorchEngine(replace(actor("internvl"), **parts))
+    follower = TransformersEngine(replace(vision_spec("internvl", "Generates"), **parts))
+    firsts, family = build_case("internvl").sequences.take(np.arange(0, 15, 3)), find_family("internvl")
+    assert family is not None
+    engine.update(minibatch(firsts), LikelihoodLoss())
+    assert {family.part_of(name) for name, _ in engine.weights()} == {"language"}
+    follower.load_weights(engine.weights(), 1)
+    scores = [model.logprobs(firsts, 1.0).values.values for model in (engine, follower)]
+    np.testing.assert_allclose(*scores, atol=2e-6)
+    with pytest.raises(EngineError, match="the weights lack 'model"):
+        TransformersEngine(vision_spec("internvl", "Generates")).load_weights(engine.weights(), 1)
 
 
 def test_adapters_are_in_the_language_part_alone() -> None:

@@ -5,7 +5,7 @@ import pytest
 import rlflow
 from rlflow.compiler.plan import Plan
 from rlflow.resources.models.lora import Lora
-from rlflow.runtime.ray.engine_specs import gpu_transport, spec_of
+from rlflow.runtime.ray.engine_specs import gpu_transport, spec_of, synced_parts
 from rlflow.runtime.weights.gpu import Receivers
 from tests.helpers import load
 
@@ -32,6 +32,21 @@ def test_weights_go_from_gpu_to_gpu(overrides: list[str], backend: str) -> None:
 @pytest.mark.parametrize(("cluster", "engine"), [("2x2@cpu", "vllm"), ("2x8", "transformers")])
 def test_elsewhere_they_go_through_the_hosts(cluster: str, engine: str) -> None:
     assert gpu_transport(plan_of(cluster, f"roles.rollout.engine={engine}"), "rollout") is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["roles.rollout.colocate=[]"], ("language",)),
+        (["roles.rollout.colocate=[actor]"], ("language", "tower", "projector")),
+        (["roles.rollout.colocate=[]", "roles.actor.train=[language,tower]"], ("language", "tower")),
+    ],
+)
+def test_frozen_parts_are_not_sent(overrides: list[str], parts: tuple[str, ...]) -> None:
+    """Engines that share GPUs with the trainer discard them while they sleep, so they need them again."""
+    plan = rlflow.compile(load("recipe=grpo_internvl_8b", *overrides), "2x8")
+    assert plan.roles["rollout"].layout.sleeps == (len(parts) == 3)
+    assert synced_parts(plan, "rollout") == synced_parts(plan, "actor") == parts
 
 
 @pytest.mark.parametrize("colocate", ["[actor]", "[]"])
