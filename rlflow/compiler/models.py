@@ -39,6 +39,12 @@ def model_architecture(model: Model) -> Architecture | None:
     return model.architecture
 
 
+def may_see_images(recipe: Recipe, graph: Graph) -> bool:
+    """Return whether the model that reads the prompts can see images, as far as its figures are known."""
+    architecture = model_architecture(recipe.models[recipe.roles[graph.tokenizer_role()].model])
+    return architecture is None or architecture.num_encoder_parameters > 0
+
+
 def trained_role(recipe: Recipe) -> str:
     """Return the one role that a recipe for a model trains. Raises RecipeError when it trains several."""
     trained = wire(recipe).trained_roles()

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from rlflow.batch import Packed
 from rlflow.data.chat_template import TemplateError, render_all
 from rlflow.data.image_prompts import ImagePrompts, Images, check_truncation
-from rlflow.data.images import IMAGES
+from rlflow.data.images import IMAGES, without_images
 from rlflow.data.messages import Message, describe_content, is_conversation, response_text, with_instructions
 from rlflow.data.mistakes import Rows, missing_column_error, row_error
 from rlflow.errors import RecipeError, first_line
@@ -59,7 +59,7 @@ class Reader:
     num_embeddings: int | None = None
     """The number of tokens that it has embeddings for."""
     load_vision: "Callable[[], VisionFamily] | None" = None
-    """Loads the way in which it sees images. Raises RecipeError for a model that reads text alone."""
+    """Loads the way in which it sees images, and raises RecipeError for other models; None if it reads text alone."""
 
 
 UNKNOWN_READER = Reader()
@@ -77,6 +77,9 @@ def encode(
     if not rows:
         empty = Packed.from_rows([], np.int32)
         return Encoded(rows, empty, (empty,) * len(responses))
+    warnings: tuple[str, ...] = ()
+    if reader.load_vision is None:
+        rows, warnings = without_images(data, rows)
     _check_responses(data, rows, responses)
     is_huge = np.array([_num_characters(row.get("prompt")) > _MAX_CHARACTERS for row in rows])
     if is_huge.any() and data.overlong != "drop":
@@ -86,10 +89,9 @@ def encode(
     short_rows = [
         {**row, "prompt": _shorten(row["prompt"])} if huge else row for row, huge in zip(rows, is_huge, strict=True)
     ]
-    images = tuple(row.get(IMAGES) or () for row in rows)
+    images = tuple(row.get(IMAGES) or () for row in rows) if reader.load_vision else ()
     image_prompts = None
-    if any(images):
-        assert reader.load_vision is not None
+    if any(images) and reader.load_vision is not None:
         check_truncation(data)
         seen = [() if huge else shown for shown, huge in zip(images, is_huge, strict=True)]
         vision = reader.load_vision()
@@ -100,7 +102,7 @@ def encode(
         for ids in (prompt_ids, *columns):
             _check_embeddings(data, tokenizer, ids, reader.num_embeddings)
     if image_prompts is None:
-        return _apply_prompt_limit(data, split, Encoded(rows, prompt_ids, columns), is_huge)
+        return _apply_prompt_limit(data, split, Encoded(rows, prompt_ids, columns, warnings=warnings), is_huge)
     for name, ids in zip(responses, columns, strict=True):
         image_prompts.check_responses(name, ids)
     rows = [{name: value for name, value in row.items() if name != IMAGES} for row in rows]
@@ -164,7 +166,7 @@ def _apply_prompt_limit(data: Data, split: Split, encoded: Encoded, is_huge: NDA
     if data.overlong == "truncate_left":
         cut = Packed.from_rows([ids[row][-limit:] for row in range(total)], np.int32)
         warning = f"data.overlong: {fact}; only their last {limit} tokens are used"
-        return replace(encoded, prompt_ids=cut, warnings=(warning,))
+        return replace(encoded, prompt_ids=cut, warnings=(*encoded.warnings, warning))
     short = np.flatnonzero(is_short)
     if not short.size:
         raise RecipeError(
@@ -177,7 +179,7 @@ def _apply_prompt_limit(data: Data, split: Split, encoded: Encoded, is_huge: NDA
         ids.take(short),
         tuple(column.take(short) for column in encoded.responses),
         None if encoded.images is None else tuple(encoded.images[row] for row in short),
-        (f"data.overlong: {fact} and are dropped",),
+        (*encoded.warnings, f"data.overlong: {fact} and are dropped"),
         encoded.vision,
     )
 

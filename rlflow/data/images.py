@@ -14,6 +14,7 @@ from urllib.parse import urlparse
 
 from rlflow.batch import Image
 from rlflow.batch.images import FORMATS
+from rlflow.data.messages import IMAGE_TAG
 from rlflow.data.mistakes import Rows, row_error
 from rlflow.errors import EngineError, RecipeError, first_line
 from rlflow.extras import check_extra, installed
@@ -83,6 +84,27 @@ def read_images(data: Data, rows: Rows) -> Rows:
     ]
 
 
+def without_images(data: Data, rows: Rows) -> tuple[Rows, tuple[str, ...]]:
+    """Return the rows for a model that reads text alone, without encoded images, and a warning if they had any.
+
+    Raises RecipeError if the recipe names a column of images, or a prompt has a place for one.
+    """
+    if asked := next((name for name in _COLUMNS if name in data.columns), None):
+        fix = "a vision-language model, or remove the column"
+        raise RecipeError(f"data.columns.{asked}", "names images, and the model reads text alone", fix=fix)
+    shown = [[name for name in _COLUMNS if any(_values(row.get(name)))] for row in rows]
+    for number, (row, columns) in enumerate(zip(rows, shown, strict=True)):
+        if columns and IMAGE_TAG in str(row.get("prompt")):
+            fact = f"has {IMAGE_TAG} in its prompt, and the model reads text alone"
+            raise row_error(data, number, fact, "a vision-language model, or remove the row")
+    # A text may be anything, such as the name of a container.
+    encoded = {name for row, columns in zip(rows, shown, strict=True) for name in columns if not _is_text(row[name])}
+    if not encoded:
+        return rows, ()
+    warning = f"data.columns: '{data.source}' has images in '{min(encoded)}', and the model reads text alone"
+    return [{name: value for name, value in row.items() if name not in encoded} for row in rows], (warning,)
+
+
 def images_by_digest(rows: Rows) -> dict[str, ImageSource]:
     """Return all images of rows that ``read_images`` returned."""
     return {image.digest: image for row in rows for image in row.get(IMAGES) or ()}
@@ -101,6 +123,10 @@ def _values(value: Any) -> Sequence[Any]:
     if value is None or value == "":
         return ()
     return [item for item in value if item is not None] if isinstance(value, list | tuple) else (value,)
+
+
+def _is_text(value: Any) -> bool:
+    return all(isinstance(item, str) for item in _values(value))
 
 
 def _read_row(data: Data, folder: Path | None, number: int, value: Any) -> tuple[ImageSource, ...]:

@@ -21,8 +21,8 @@ from rlflow.recipe import Data
 from rlflow.recipe.evaluation import Evaluation
 
 
-def load_rows(data: Data, field: Literal["split", "eval_split"]) -> Rows:
-    """Read the rows of a split, and check their images. Raises RecipeError.
+def load_rows(data: Data, field: Literal["split", "eval_split"], *, sees_images: bool = True) -> Rows:
+    """Read the rows of a split, and check their images if the model ``sees_images``. Raises RecipeError.
 
     Columns have the names that the recipe gives them, and the last turn of a conversation is split off its prompt.
     """
@@ -38,7 +38,7 @@ def load_rows(data: Data, field: Literal["split", "eval_split"]) -> Rows:
     # Read from the original row, so that two columns can be swapped.
     columns = data.columns.items()
     renamed = [{**row, **{name: _value(row, column) for name, column in columns}} for row in rows]
-    return split_answers(read_images(data, renamed))
+    return split_answers(read_images(data, renamed) if sees_images else renamed)
 
 
 def describe_rows(rows: Rows) -> str:
@@ -69,7 +69,9 @@ def _value(row: Mapping[str, Any], column: str) -> Any:
     return value
 
 
-def load_held_out(data: Data, evaluation: Evaluation | None) -> dict[str, tuple[Data, Rows]]:
+def load_held_out(
+    data: Data, evaluation: Evaluation | None, *, sees_images: bool = True
+) -> dict[str, tuple[Data, Rows]]:
     """Read the rows of all evaluation sets; return them with the data that they come from. Raises RecipeError."""
     if evaluation is None:
         return {}
@@ -80,7 +82,8 @@ def load_held_out(data: Data, evaluation: Evaluation | None) -> dict[str, tuple[
         fields = fields | {"source": chosen.source} if chosen.source else {key: x for key, x in fields.items() if x}
         of_set = replace(data, eval_split=chosen.split, **fields)
         with at_evaluation_set(name):
-            held_out[name] = of_set, load_rows(of_set, "eval_split")[: evaluation.prompts_of(chosen)]
+            rows = load_rows(of_set, "eval_split", sees_images=sees_images)
+            held_out[name] = of_set, rows[: evaluation.prompts_of(chosen)]
     return held_out
 
 

@@ -4,15 +4,17 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from hashlib import blake2b
 from pathlib import Path
 
 from rlflow.compiler import compile_recipe
-from rlflow.compiler.models import models_in_use, trained_role
+from rlflow.compiler.models import may_see_images, models_in_use, trained_model, trained_role
 from rlflow.compiler.plan import Plan
 from rlflow.data.chat_template import processor_template
 from rlflow.data.encoding import Reader
 from rlflow.data.mistakes import Rows
 from rlflow.data.source import DataSource, SourceEdge, open_training_data
+from rlflow.engines.causal_lm.new_tokenizers import new_tokenizer
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.engines.registry import engine_kind
 from rlflow.engines.vision.base import VisionFamily, load_vision
@@ -61,7 +63,7 @@ def _resolve(plan: Plan, name: str, model: Model, train_base: Callable[[Plan, st
         folder = Path(os.path.expanduser(model.path or ""))
         return replace(model, path=str(folder.resolve())) if model.path and folder.is_dir() else model
     base = compile_recipe(model.recipe, plan.cluster)
-    folder = cache_folder() / f"{model.recipe.name}-{base.fingerprint}"
+    folder = cache_folder() / f"{model.recipe.name}-{base.fingerprint}{_tokenizer_digest(trained_model(model.recipe))}"
     if not folder.exists():
         report = train_base(base, name)
         if report.status == "stopped":
@@ -69,6 +71,15 @@ def _resolve(plan: Plan, name: str, model: Model, train_base: Callable[[Plan, st
         exported = report.models[trained_role(model.recipe)]
         write_folder(folder, lambda temporary: shutil.copytree(exported, temporary, dirs_exist_ok=True))
     return replace(model, path=str(folder.resolve()), recipe=None)
+
+
+def _tokenizer_digest(model: Model) -> str:
+    """Return what tells the tokenizer that rlflow makes for random weights from that of another version of rlflow."""
+    if not model.random_weights:
+        return ""
+    tokenizer = new_tokenizer(model)
+    text = f"{tokenizer.backend_tokenizer.to_str()}{tokenizer.chat_template}{tokenizer.special_tokens_map}"
+    return f"-{blake2b(text.encode(), digest_size=4).hexdigest()}"
 
 
 def open_data(
@@ -91,7 +102,7 @@ def open_data(
             tokenizer.chat_template = processor_template(model.path)
         return load_vision(name, model, tokenizer)
 
-    reader = Reader(num_embeddings, load_family)
+    reader = Reader(num_embeddings, load_family if may_see_images(recipe, graph) else None)
     data = open_training_data(recipe.data, tokenizer, rows, recipe.seed, held_out=held_out, edge=edge, reader=reader)
     check_examples(plan, data)
     renders_prompts = any(getattr(node.operation, "reads_rendered_prompts", False) for node in graph.nodes)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlflow.compiler.checks import check_run
+from rlflow.compiler.models import may_see_images
 from rlflow.compiler.plan import Plan, write_plan
 from rlflow.data.loading import load_held_out, load_rows
 from rlflow.engines.journal import open_journal
@@ -93,7 +94,9 @@ def _opened(
         last, progress = last_checkpoint(plan, directory, resume=resume)
         warnings = _warn(observer, last.damaged if last else ())
         remove_unfinished(directory)
-        rows, held_out = load_rows(plan.recipe.data, "split"), load_held_out(plan.recipe.data, plan.recipe.evaluation)
+        recipe, sees_images = plan.recipe, may_see_images(plan.recipe, plan.graph)
+        rows = load_rows(recipe.data, "split", sees_images=sees_images)
+        held_out = load_held_out(recipe.data, recipe.evaluation, sees_images=sees_images)
         progress = with_data(progress, rows, directory)
 
         def train_base(base: Plan, name: str) -> Report:

@@ -50,11 +50,13 @@ def encoded(width: int = 2, height: int = 1, kind: str = "PNG", **options: Any) 
 
 def opened(folder: Path, rows: list[dict[str, Any]], template: str | None = None, **fields: Any) -> DataSource:
     tokenizer, edge = load_tokenizer("policy", MODEL), fields.pop("edge", "prompts")
+    sees_images = fields.pop("sees_images", True)
     tokenizer.add_special_tokens({"additional_special_tokens": ["[picture]", "[film]"]})
     tokenizer.chat_template = template
     options = data(write(folder / "rows.jsonl", rows), **{"batch_size": len(rows), "max_prompt_tokens": 32, **fields})
-    reader = Reader(load_vision=vision)
-    return open_training_data(options, tokenizer, load_rows(options, "split"), 0, edge=edge, reader=reader)
+    reader = Reader(load_vision=vision if sees_images else None)
+    rows = load_rows(options, "split", sees_images=sees_images)
+    return open_training_data(options, tokenizer, rows, 0, edge=edge, reader=reader)
 
 
 @pytest.fixture
@@ -62,6 +64,22 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "a.png").write_bytes(encoded(2, 1))
     (tmp_path / "b.jpg").write_bytes(encoded(1, 3, "JPEG"))
     return tmp_path
+
+
+@pytest.mark.parametrize("column", ["image", "images"])
+def test_a_model_that_reads_text_alone_ignores_images(tmp_path: Path, column: str) -> None:
+    """It needs neither pillow nor images that can be read, and a text may be something else."""
+    for value, stays in (({"bytes": "no image"}, False), (["python:3.12"], True)):
+        source = opened(tmp_path, [{"prompt": "1+1=", column: value, "answer": "2"}], sees_images=False)
+        assert source.images is None
+        assert (column in source.rows[0]) == stays
+        assert source.rows[0]["answer"] == "2"
+        warned = any(f"has images in '{column}', and the model reads text" in text for text in source.warnings)
+        assert warned != stays
+    with pytest.raises(RecipeError, match=r"row 0 of .* has <image> in its prompt, and the model reads text alone"):
+        opened(tmp_path, [{"prompt": "<image>1+1=", column: "a.png"}], sees_images=False)
+    with pytest.raises(RecipeError, match="names images, and the model reads text alone"):
+        opened(tmp_path, [{"prompt": "1+1=", "photo": "a.png"}], columns={column: "photo"}, sees_images=False)
 
 
 def prompt_of(source: DataSource, row: int = 0) -> str:
