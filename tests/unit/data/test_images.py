@@ -55,8 +55,8 @@ def opened(folder: Path, rows: list[dict[str, Any]], template: str | None = None
     tokenizer.chat_template = template
     options = data(write(folder / "rows.jsonl", rows), **{"batch_size": len(rows), "max_prompt_tokens": 32, **fields})
     reader = Reader(load_vision=vision if sees_images else None)
-    rows = load_rows(options, "split", sees_images=sees_images)
-    return open_training_data(options, tokenizer, rows, 0, edge=edge, reader=reader)
+    loaded = load_rows(options, "split", sees_images=sees_images)
+    return open_training_data(options, tokenizer, loaded, 0, edge=edge, reader=reader)
 
 
 @pytest.fixture

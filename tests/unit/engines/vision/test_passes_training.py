@@ -66,16 +66,15 @@ def test_an_engine_that_follows_sees_with_the_trained_tower(kind: str, tmp_path:
 
 
 def test_a_frozen_tower_is_not_sent() -> None:
-    parts = {"synced_parts": ("language",)}
-    engine = TorchEngine(replace(actor("internvl"), **parts))
-    follower = TransformersEngine(replace(vision_spec("internvl", "Generates"), **parts))
+    engine = TorchEngine(replace(actor("internvl"), synced_parts=("language",)))
+    follower = TransformersEngine(replace(vision_spec("internvl", "Generates"), synced_parts=("language",)))
     firsts, family = build_case("internvl").sequences.take(np.arange(0, 15, 3)), find_family("internvl")
     assert family is not None
     engine.update(minibatch(firsts), LikelihoodLoss())
     assert {family.part_of(name) for name, _ in engine.weights()} == {"language"}
     follower.load_weights(engine.weights(), 1)
-    scores = [model.logprobs(firsts, 1.0).values.values for model in (engine, follower)]
-    np.testing.assert_allclose(*scores, atol=2e-6)
+    trained, followed = (model.logprobs(firsts, 1.0).values.values for model in (engine, follower))
+    np.testing.assert_allclose(followed, trained, atol=2e-6)
     with pytest.raises(EngineError, match="the weights lack 'model"):
         TransformersEngine(vision_spec("internvl", "Generates")).load_weights(engine.weights(), 1)
 
