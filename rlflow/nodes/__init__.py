@@ -7,8 +7,8 @@ Data goes through the room in this order:
 2. ``scoring`` computes logprobs, values and rewards of them by models, ``reward`` rewards by functions.
 3. ``reward_shaping`` subtracts penalties (``kl``); ``dynamic_sampling`` selects prompts.
 4. ``advantages``, ``turns`` and ``critic`` turn rewards into advantages.
-5. ``policy_update`` and ``policy_variants`` (loss: ``policy_loss``), ``critic``, ``preference`` and ``sft`` train, in
-   ``minibatches``.
+5. ``policy_update``, ``policy_variants``, ``policy_gates`` and ``policy_covariance`` (loss: ``policy_loss``),
+   ``critic``, ``preference`` and ``sft`` train, in ``minibatches``.
 
 ``base`` defines what a node declares.
 """
@@ -19,6 +19,8 @@ from rlflow.nodes import (
     critic,
     dynamic_sampling,
     generate,
+    policy_covariance,
+    policy_gates,
     policy_update,
     policy_variants,
     preference,
@@ -29,5 +31,5 @@ from rlflow.nodes import (
     turns,
 )
 
-__all__ = ["advantages", "agent", "critic", "dynamic_sampling", "generate", "policy_update", "policy_variants"]
-__all__ += ["preference", "reward", "reward_shaping", "scoring", "sft", "turns"]
+__all__ = ["advantages", "agent", "critic", "dynamic_sampling", "generate", "policy_covariance", "policy_gates"]
+__all__ += ["policy_update", "policy_variants", "preference", "reward", "reward_shaping", "scoring", "sft", "turns"]

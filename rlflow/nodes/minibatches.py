@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from rlflow.batch import Minibatch, Packed, Repeated, Sequences
 from rlflow.engines.base import TokenLoss, Trains
 
-Aggregation = Literal["token", "sequence", "constant"]
+Aggregation = Literal["token", "sequence", "prompt", "constant"]
 
 _skipped_steps: ContextVar[int] = ContextVar("skipped_steps", default=0)
 
@@ -25,23 +25,27 @@ _skipped_steps: ContextVar[int] = ContextVar("skipped_steps", default=0)
 class Weighting:
     """The weight of each token in the loss of its minibatch, whichever ranks and passes the minibatch is cut into.
 
-    ``token``: every token has the same weight, as in DAPO (arXiv 2503.14476, section 3.3; its equation 8 does so within
-    each prompt's group, and takes the mean over the groups). ``sequence``: every response has the same weight, as in
-    GRPO (arXiv 2402.03300, equation 3). ``constant``: every token has the weight 1 / (responses x
-    ``constant_length``), whatever the lengths, as in Dr. GRPO (arXiv 2503.20783, section 3.2).
+    ``token``: every token has the same weight, as in DAPO (arXiv 2503.14476, section 3.3). ``prompt``: every prompt has
+    the same weight, and so do all tokens of its responses, as in DAPO's equation 8. ``sequence``: every response has
+    the same weight, as in GRPO (arXiv 2402.03300, equation 3). ``constant``: every token has the weight 1 / (responses
+    x ``constant_length``), whatever the lengths, as in Dr. GRPO (arXiv 2503.20783, section 3.2).
     """
 
     aggregation: Aggregation = "token"
     constant_length: int | None = None
 
-    def weights(self, lengths: NDArray[np.int64], counting: NDArray[np.bool_]) -> Repeated:
+    def weights(self, lengths: NDArray[np.int64], counting: NDArray[np.bool_], prompts: NDArray[np.int64]) -> Repeated:
         """Return rows of float32 for a minibatch.
 
         ``lengths`` [B] count the tokens of each response that are the model's own; ``counting`` [B] says which
-        responses are trained on.
+        responses are trained on; ``prompts`` [B, 2] are the keys of their prompts.
         """
         if self.aggregation == "token":
             divisors = np.full(len(lengths), max(int(lengths[counting].sum()), 1))
+        elif self.aggregation == "prompt":
+            _, prompt = np.unique(prompts, axis=0, return_inverse=True)
+            tokens = np.bincount(prompt, lengths * counting)
+            divisors = np.count_nonzero(tokens) * tokens[prompt]
         elif self.aggregation == "sequence":
             divisors = max(int(counting.sum()), 1) * lengths
         else:
@@ -53,6 +57,8 @@ class Weighting:
         """Return the aggregation for people; ``rows`` names what is averaged over: responses, or some of them."""
         if self.aggregation == "token":
             return f"mean over the tokens of a minibatch's {rows}"
+        if self.aggregation == "prompt":
+            return f"mean over a minibatch's prompts of the mean over the tokens of their {rows}"
         if self.aggregation == "sequence":
             return f"mean over a minibatch's {rows} of the mean over tokens"
         divisor = "" if self.constant_length == 1 else f" / {self.constant_length}"
@@ -115,7 +121,7 @@ def train(
             step=int(first_steps.max()) - optimizer_steps.first_step - _skipped_steps.get(),
             columns={name: column for name, column in columns_of_part.items() if column.lengths.any()},
             weights=own_tokens.take(rows).scale(
-                optimizer_steps.weighting.weights(lengths[rows], counting[rows]).run_values
+                optimizer_steps.weighting.weights(lengths[rows], counting[rows], sequences.keys[rows, :2]).run_values
             ),
         )
         steps.append(engine.update(minibatch, loss).values)

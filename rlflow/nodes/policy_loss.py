@@ -23,6 +23,15 @@ if TYPE_CHECKING:
     Columns = Mapping[str, Tensor]
     Loss = tuple[Tensor, Mapping[str, Tensor]]
 
+CLIPPING: Mapping[str, str] = {
+    "clip_ratio": "clip_eps",
+    "clip_ratio_low": "clip_eps",
+    "clip_ratio_high": "clip_eps_high",
+    "epsilon": "clip_eps",
+    "epsilon_high": "clip_eps_high",
+}
+DUAL_CLIPPING: Mapping[str, str] = {"clip_ratio_c": "dual_clip", "delta": "dual_clip"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Correction(Section):
@@ -89,8 +98,11 @@ class PolicyLoss:
     temperature: float
     kl_coef: float = 0.0
     kl_estimator: Estimator = "k3"
+    unbiased_kl: bool = False
+    """The divergence counts with the ratio to the old policy, gradient included."""
     entropy_coef: float = 0.0
     correction: Correction | None = None
+    off_policy_mask: float | None = None
 
     @property
     def entropy(self) -> Entropy:
@@ -102,6 +114,9 @@ class PolicyLoss:
         columns = {"old_logprobs": logprobs.detach(), **columns}
         loss, surrogate_metrics = self.surrogate(logprobs, columns)
         metrics = {**surrogate_metrics, "logprob_change": (logprobs - columns["old_logprobs"]).abs()}
+        if self.off_policy_mask is not None:
+            is_masked = is_off_policy(logprobs.detach(), columns, self.off_policy_mask)
+            loss, metrics["off_policy_masked"] = loss.masked_fill(is_masked, 0.0), is_masked.to(loss.dtype)
         if "sampler_logprobs" in columns:
             difference = columns["old_logprobs"] - columns["sampler_logprobs"]
             # The divergence from the sampler to the trainer, by k3: the tokens are the sampler's.
@@ -113,7 +128,9 @@ class PolicyLoss:
         if "reference" in columns:
             difference = logprobs - columns["reference"]
             kl = kl_estimate(self.kl_estimator, difference, ratio(-difference))
-            loss, metrics["kl"] = loss + self.kl_coef * kl, kl
+            metrics["kl"] = kl
+            weighted = kl * ratio(logprobs - columns["old_logprobs"]) if self.unbiased_kl else kl
+            loss = loss + self.kl_coef * weighted
         if "entropy" in columns:
             metrics["entropy"] = columns["entropy"]
         if self.entropy_coef:
@@ -133,6 +150,12 @@ class LikelihoodLoss:
     def __call__(self, logprobs: "Tensor", columns: "Columns") -> "Loss":
         """Return the loss [T], without metrics."""
         return -logprobs, {}
+
+
+def is_off_policy(logprobs: "Tensor", columns: "Columns", bound: float) -> "Tensor":
+    """Return the tokens [T] with a negative advantage in responses that the policy has left by more than ``bound``."""
+    sampled = columns.get("sampler_logprobs", columns["old_logprobs"])
+    return (columns["advantages"] < 0) & (means_over_responses(sampled - logprobs, columns["rows"]) > bound)
 
 
 def clipped_surrogate(
@@ -157,6 +180,13 @@ def clipped_expression(advantage: str, eps: float, eps_high: float | None, dual_
     high = eps if eps_high is None else eps_high
     term = f"-min(w {advantage}, clip(w, {1 - eps:g}, {1 + high:g}) {advantage})"
     return term if dual_clip is None else f"min({term}, {dual_clip:g} |{advantage}|)"
+
+
+def check_clipping(low: float, high: float | None) -> None:
+    """Raise RecipeError, its path counted from the node, for ratios that may grow less than they may fall."""
+    if high is not None and high < low:
+        fact = f"{high:g} is less than clip_eps, which is {low:g}"
+        raise RecipeError("clip_eps_high", fact, fix=f"use {low:g} or more")
 
 
 def clip_fractions(is_clipped: "Tensor", advantages: "Tensor") -> "Mapping[str, Tensor]":

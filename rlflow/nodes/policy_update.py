@@ -23,7 +23,15 @@ from rlflow.nodes.expressions import inheritance_depth, old_probability, times
 from rlflow.nodes.kl import Estimator, KlCoefficient, check_kl, kl_expression, ratio
 from rlflow.nodes.minibatches import Aggregation, OptimizerSteps, Weighting, mean_metrics, train
 from rlflow.nodes.old_logprobs import score_later_minibatches
-from rlflow.nodes.policy_loss import Correction, PolicyLoss, clipped_expression, clipped_surrogate
+from rlflow.nodes.policy_loss import (
+    CLIPPING,
+    DUAL_CLIPPING,
+    Correction,
+    PolicyLoss,
+    check_clipping,
+    clipped_expression,
+    clipped_surrogate,
+)
 from rlflow.schema import ClipDistance, ClipShare, Coefficient, Count, CountOrZero, Divergence, Section
 
 if TYPE_CHECKING:
@@ -34,14 +42,6 @@ if TYPE_CHECKING:
 # The age of tokens from which clipping around the policy that sampled them costs learning: benchmarks/staleness.py.
 _STALE = 2
 _OLD = "graph.old_logprobs={node: logprobs, role: actor}"
-CLIPPING: Mapping[str, str] = {
-    "clip_ratio": "clip_eps",
-    "clip_ratio_low": "clip_eps",
-    "clip_ratio_high": "clip_eps_high",
-    "epsilon": "clip_eps",
-    "epsilon_high": "clip_eps_high",
-}
-DUAL_CLIPPING: Mapping[str, str] = {"clip_ratio_c": "dual_clip", "delta": "dual_clip"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,11 +62,13 @@ class PolicyGradient(Section):
         "kl_loss_coef": "kl_coef",
         "kl_loss_type": "kl_estimator: k1, k2 or k3",
         "entropy_coeff": "entropy_coef",
-        "loss_agg_mode": "aggregation: token, sequence or constant",
-        "loss_type": "aggregation: token, sequence or constant",
+        "loss_agg_mode": "aggregation: token, prompt, sequence or constant",
+        "loss_type": "aggregation: token, prompt, sequence or constant",
         "ppo_epochs": "num_epochs",
         "num_iterations": "num_epochs",
         "ppo_mini_batch_size": "num_minibatches, the number of them",
+        "use_bias_correction_kl": "unbiased_kl",
+        "off_policy_mask_threshold": "off_policy_mask",
         "mask_truncated_completions": "skip_truncated",
         "tis": f"{_OLD} and correction: {{level: token, outside: bound, max_ratio: 2}}",
         "tis_imp_ratio_cap": f"{_OLD} and correction: {{level: token, outside: bound, max_ratio: 2}}",
@@ -77,20 +79,26 @@ class PolicyGradient(Section):
     alarms: ClassVar[tuple[Alarm, ...]] = POLICY_ALARMS
 
     aggregation: Aggregation = "token"
-    """The unit of equal weight in a minibatch: every ``token``, every ``sequence``, or each token over a ``constant``.
-    """
+    """The unit of equal weight in a minibatch: a ``token``, a ``prompt``, a ``sequence``; or each token over a
+    ``constant``."""
     constant_length: Count | None = None
     """The number of tokens by which ``aggregation: constant`` divides each response."""
     kl_coef: Coefficient = 0.0
     """The coefficient of the KL divergence in the loss. Needs a ``reference``."""
     kl_estimator: Estimator = "k3"
     """The estimator of a token's divergence; docs/algorithms.md compares them."""
+    unbiased_kl: bool = False
+    """Multiply the estimate by the ratio to the old policy, whose gradient then makes that of the divergence unbiased
+    (DeepSeek-V3.2, arXiv 2512.02556)."""
     kl_target: Annotated[Divergence, Unit("nats per token")] | None = None
     """A divergence of tokens. ``kl_coef`` is then the start value, and follows the target from step to step."""
     entropy_coef: Coefficient = 0.0
     """The coefficient of the entropy, which the loss increases."""
     correction: Correction | None = None
     """An importance weight for what sampled: an engine of other numerics, older versions. Needs ``old_logprobs``."""
+    off_policy_mask: Annotated[Divergence, Unit("nats per token")] | None = None
+    """Do not train on a response with a negative advantage whose mean log(p_sampler / p) is above this bound
+    (DeepSeek-V3.2, arXiv 2512.02556, equation 9)."""
     skip_truncated: bool = False
     """Do not train on responses that were cut at the limit (DAPO's overlong filtering)."""
     critic_warmup: Annotated[CountOrZero, Unit("steps")] = 0
@@ -164,8 +172,10 @@ class PolicyGradient(Section):
             temperature=temperature,
             kl_coef=self.kl_coef,
             kl_estimator=self.kl_estimator,
+            unbiased_kl=self.unbiased_kl,
             entropy_coef=self.entropy_coef,
             correction=self.correction,
+            off_policy_mask=self.off_policy_mask,
         )
 
     def new_state(self) -> KlCoefficient | None:
@@ -207,7 +217,7 @@ class PolicyGradient(Section):
     def cautions(self, view: NodeView) -> Iterator[str]:
         if self.critic_warmup >= view.recipe.steps:
             yield f"critic_warmup: all {view.recipe.steps} steps train the critic alone, and none trains the policy"
-        if self.kl_coef and self.kl_estimator == "k1":
+        if self.kl_coef and self.kl_estimator == "k1" and not self.unbiased_kl:
             yield "kl_estimator: in a loss the gradient of k1 is zero on average, so it does nothing; use k2 or k3"
         staleness = view.recipe.overlap.max_staleness
         if staleness >= _STALE and self.correction is None:
@@ -236,7 +246,8 @@ class PolicyGradient(Section):
         if self.correction is not None:
             terms, where["c"] = f"c ({terms})", self.correction.expression(symbols["rollouts"])
         if self.kl_coef:
-            terms += f" + {times(self.kl_coef, kl_expression(self.kl_estimator, 'd'))}"
+            kl = kl_expression(self.kl_estimator, "d")
+            terms += f" + {times(self.kl_coef, f'(p / p_old) {kl}' if self.unbiased_kl else kl)}"
             where |= {"d": "log(p / p_ref)", "p_ref": f"p by {symbols['reference']}"}
         if self.entropy_coef:
             terms, where["H"] = f"{terms} - {times(self.entropy_coef, 'H')}", "entropy of the model at the token"
@@ -258,13 +269,6 @@ def _check_sampling(view: NodeView, generator: GraphNode) -> None:
         sampled = [name for name, setting in settings.items() if setting is not None and setting.temperature > 0]
         fix = f"{view.path}.rollouts={sampled[0]}" if sampled else f"graph.{generator.name}.temperature=1"
         raise GraphError(f"graph.{generator.name}.temperature", fact, fix=fix)
-
-
-def check_clipping(low: float, high: float | None) -> None:
-    """Raise RecipeError, its path counted from the node, for ratios that may grow less than they may fall."""
-    if high is not None and high < low:
-        fact = f"{high:g} is less than clip_eps, which is {low:g}"
-        raise RecipeError("clip_eps_high", fact, fix=f"use {low:g} or more")
 
 
 @dataclass(frozen=True, kw_only=True)

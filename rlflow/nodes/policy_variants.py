@@ -1,4 +1,4 @@
-"""Updates of a policy with other surrogates than PPO's: GSPO, CISPO and REINFORCE.
+"""Updates of a policy with other surrogates than PPO's: GSPO, GMPO, CISPO and REINFORCE.
 
 Shapes: T response tokens of a micro-batch.
 """
@@ -12,8 +12,16 @@ from annotated_types import Gt, Le
 from rlflow.nodes.base import Formula, Node, NodeView
 from rlflow.nodes.kl import ratio
 from rlflow.nodes.minibatches import Aggregation
-from rlflow.nodes.policy_loss import clip_fractions, clipped_expression, clipped_surrogate, means_over_responses
-from rlflow.nodes.policy_update import CLIPPING, DUAL_CLIPPING, PolicyGradient, check_clipping
+from rlflow.nodes.policy_loss import (
+    CLIPPING,
+    DUAL_CLIPPING,
+    check_clipping,
+    clip_fractions,
+    clipped_expression,
+    clipped_surrogate,
+    means_over_responses,
+)
+from rlflow.nodes.policy_update import PolicyGradient
 from rlflow.schema import ClipDistance, ClipShare
 
 if TYPE_CHECKING:
@@ -26,7 +34,7 @@ if TYPE_CHECKING:
 class GspoUpdate(PolicyGradient, Node, kind="gspo_update", unit="batch"):
     """GSPO: PPO's surrogate with one ratio for a response, the geometric mean of its tokens' ratios.
 
-    Source: arXiv 2507.18071, equations 5 to 7; the bounds are those of section 5.1.
+    Source: arXiv 2507.18071, equations 5 to 7, and for ``per_token`` 13 and 14; the bounds are those of section 5.1.
     """
 
     hints_for_other_names: ClassVar[Mapping[str, str]] = {
@@ -42,6 +50,8 @@ class GspoUpdate(PolicyGradient, Node, kind="gspo_update", unit="batch"):
     """The distance above 1. Null: the same as below."""
     dual_clip: Annotated[float, Gt(1), Le(1e9)] | None = None
     """The largest ratio that counts where the advantage is negative. Null: any."""
+    per_token: bool = False
+    """Let each token's gradient count with its own advantage (GSPO-token). The same where a response has only one."""
 
     def check(self, connected: frozenset[str]) -> None:
         super().check(connected)
@@ -49,11 +59,48 @@ class GspoUpdate(PolicyGradient, Node, kind="gspo_update", unit="batch"):
 
     def surrogate_formula(self, advantage: str) -> Formula:
         term = clipped_expression(advantage, self.clip_eps, self.clip_eps_high, self.dual_clip)
-        return Formula(symbol="L", expression=term, where={"w": "exp(mean over the response of log(p / p_old))"})
+        mean = "exp(mean over the response of log(p / p_old))"
+        ratio = f"{mean}, with the gradient of p alone" if self.per_token else mean
+        return Formula(symbol="L", expression=term, where={"w": ratio})
 
     def surrogate(self, logprobs: "Tensor", columns: "Columns") -> "Loss":
-        ratios = ratio(means_over_responses(logprobs - columns["old_logprobs"], columns["rows"]))
+        means = means_over_responses(logprobs - columns["old_logprobs"], columns["rows"])
+        if self.per_token:
+            means = means.detach() + (logprobs - logprobs.detach())
+        ratios = ratio(means)
         return clipped_surrogate(ratios, columns["advantages"], self.clip_eps, self.clip_eps_high, self.dual_clip)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GmpoUpdate(PolicyGradient, Node, kind="gmpo_update", unit="batch"):
+    """GMPO: -w A, w the geometric mean of a response's ratios, each of them clipped in the direction of its advantage.
+
+    Source: arXiv 2507.20673, whose bounds are exp(-0.4) and exp(0.4).
+    """
+
+    hints_for_other_names: ClassVar[Mapping[str, str]] = {**PolicyGradient.hints_for_other_names, **CLIPPING}
+
+    aggregation: Aggregation = "sequence"
+    clip_eps: Annotated[float, Gt(0), Le(20)] = 0.4
+    """The distance below 0 at which the logarithm of a ratio is clipped."""
+    clip_eps_high: Annotated[float, Gt(0), Le(20)] | None = None
+    """The distance above 0. Null: the same as below."""
+
+    def surrogate_formula(self, advantage: str) -> Formula:
+        low, high = -self.clip_eps, self.clip_eps if self.clip_eps_high is None else self.clip_eps_high
+        where = {
+            "w": "exp(mean over the response of c)",
+            "c": f"min(d, {high:g}) where {advantage} >= 0, else max(d, {low:g})",
+            "d": "log(p / p_old)",
+        }
+        return Formula(symbol="L", expression=f"-w {advantage}", where=where)
+
+    def surrogate(self, logprobs: "Tensor", columns: "Columns") -> "Loss":
+        free, advantages = logprobs - columns["old_logprobs"], columns["advantages"]
+        high = self.clip_eps if self.clip_eps_high is None else self.clip_eps_high
+        bounded = free.clamp(max=high).where(advantages >= 0, free.clamp(min=-self.clip_eps))
+        loss = -ratio(means_over_responses(bounded, columns["rows"])) * advantages
+        return loss, clip_fractions(bounded != free, advantages)
 
 
 @dataclass(frozen=True, kw_only=True)

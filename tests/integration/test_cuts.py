@@ -54,7 +54,9 @@ def batch(node: PolicyGradient = PPO) -> Minibatch:
     old, reference = draw.normal(-2.5, 0.2, (2, size))
     columns = {"old_logprobs": old, "reference": reference, "advantages": draw.normal(0, 1, size)}
     columns["sampler_logprobs"] = old + draw.normal(0, 0.1, size)
-    weights = Weighting(aggregation=node.aggregation).weights(lengths, np.ones(len(lengths), np.bool_))
+    weights = Weighting(aggregation=node.aggregation).weights(
+        lengths, np.ones(len(lengths), np.bool_), GIVEN.keys[:, :2]
+    )
     return replace(minibatch(GIVEN, 0, **columns), weights=weights)
 
 

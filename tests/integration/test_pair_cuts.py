@@ -41,7 +41,7 @@ GIVEN = pairs(7)
 def batch() -> Minibatch:
     lengths = GIVEN.response_ids.lengths
     reference = np.random.default_rng(0).normal(-2.5, 0.2, lengths.sum())
-    weights = Weighting(aggregation="sequence").weights(lengths, np.ones(len(lengths), np.bool_))
+    weights = Weighting(aggregation="sequence").weights(lengths, np.ones(len(lengths), np.bool_), GIVEN.keys[:, :2])
     return replace(minibatch(GIVEN, 0, reference=reference), weights=weights)
 
 

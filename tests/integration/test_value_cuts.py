@@ -46,7 +46,7 @@ class Critic:
 def batch() -> Minibatch:
     draw = np.random.default_rng(0)
     old, returns = draw.normal(0, 0.5, (2, len(GIVEN.response_ids.values)))
-    weights = Weighting().weights(GIVEN.response_ids.lengths, np.ones(len(GIVEN), np.bool_))
+    weights = Weighting().weights(GIVEN.response_ids.lengths, np.ones(len(GIVEN), np.bool_), GIVEN.keys[:, :2])
     return replace(minibatch(GIVEN, 0, old_values=old, returns=returns), weights=weights)
 
 

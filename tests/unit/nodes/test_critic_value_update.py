@@ -51,7 +51,7 @@ def random_minibatch() -> Minibatch:
     draw = np.random.default_rng(0)
     old = draw.normal(0, 1, len(given.response_ids.values))
     near = {"values": old + draw.normal(0, 0.3, len(old)), "returns": old + draw.normal(0, 0.5, len(old))}
-    weights = Weighting().weights(given.response_ids.lengths, np.ones(len(given), np.bool_))
+    weights = Weighting().weights(given.response_ids.lengths, np.ones(len(given), np.bool_), given.keys[:, :2])
     return replace(minibatch(given, 0, old_values=old, **near), weights=weights)
 
 

@@ -15,8 +15,9 @@ from rlflow.engines.causal_lm.totals import LossTotals
 from rlflow.errors import RecipeError
 from rlflow.nodes.minibatches import Weighting
 from rlflow.nodes.policy_loss import Correction, LikelihoodLoss
+from rlflow.nodes.policy_gates import DppoUpdate, SapoUpdate
 from rlflow.nodes.policy_update import PolicyGradient, PolicyUpdate
-from rlflow.nodes.policy_variants import CispoUpdate, GspoUpdate, ReinforceUpdate
+from rlflow.nodes.policy_variants import CispoUpdate, GmpoUpdate, GspoUpdate, ReinforceUpdate
 from tests.helpers import minibatch, sequences
 
 LOSS = PolicyUpdate(clip_eps=0.2, kl_coef=0.5).loss(1.0)
@@ -135,6 +136,42 @@ def plain_cispo(response: Response, at: int) -> Tensor:
     return -min(exp(float(token.logprob.detach()) - token.old), 1.1) * token.advantage * token.logprob
 
 
+def plain_gspo_token(response: Response, at: int) -> Tensor:
+    token = response[at]
+    mean = sum(float(token.logprob.detach()) - token.old for token in response) / len(response)
+    return plain_clipped(exp(mean) * torch.exp(token.logprob - token.logprob.detach()), token.advantage, 0.05, 0.07)
+
+
+def plain_gmpo(response: Response, at: int) -> Tensor:
+    terms = []
+    for token in response:
+        free = token.logprob - token.old
+        is_outside = float(free.detach()) > 0.15 if token.advantage >= 0 else float(free.detach()) < -0.1
+        terms.append(torch.tensor(0.15 if token.advantage >= 0 else -0.1) if is_outside else free)
+    return -torch.exp(sum(terms, torch.tensor(0.0)) / len(terms)) * response[at].advantage
+
+
+def plain_sapo(response: Response, at: int) -> Tensor:
+    token = response[at]
+    heat = 3.0 if token.advantage > 0 else 4.0
+    return -4 / heat / (1 + torch.exp(-heat * (torch.exp(token.logprob - token.old) - 1))) * token.advantage
+
+
+def plain_dppo(divergence: str, bound: float) -> Callable[[Response, int], Tensor]:
+    def surrogate(response: Response, at: int) -> Tensor:
+        token = response[at]
+        p, old = exp(float(token.logprob.detach())), exp(token.old)
+        if divergence == "tv":
+            apart = abs(p - old)
+        else:  # of a coin
+            apart = sum(a * log(a / b) for a, b in ((old, p), (1 - old, 1 - p)))
+        if apart > bound and (p > old) == (token.advantage > 0):
+            return token.logprob * 0.0
+        return -min(p / old, 1.1) * token.advantage * token.logprob
+
+    return surrogate
+
+
 def plain_reinforce(response: Response, at: int) -> Tensor:
     return -response[at].advantage * response[at].logprob
 
@@ -157,15 +194,23 @@ def plain_correction(correction: Correction | None, response: Response, at: int)
 
 def plain_loss(node: PolicyGradient, surrogate: Callable[[Response, int], Tensor], batch: list[Response]) -> Tensor:
     total = torch.tensor(0.0, dtype=torch.float64)
-    for response in batch:
+    for number, response in enumerate(batch):
         for at, token in enumerate(response):
+            group = batch[number // 4 * 4 :][:4]
             divisor = {
                 "token": sum(map(len, batch)),
+                "prompt": len(batch) / 4 * sum(map(len, group)),
                 "sequence": len(batch) * len(response),
                 "constant": len(batch) * (node.constant_length or 0),
             }[node.aggregation]
             loss = surrogate(response, at) * plain_correction(node.correction, response, at)
-            loss = loss + node.kl_coef * KL[node.kl_estimator](token.logprob - token.reference)
+            if node.off_policy_mask is not None and token.advantage < 0:
+                moved = sum(other.sampler - float(other.logprob.detach()) for other in response) / len(response)
+                loss = loss * (moved <= node.off_policy_mask)
+            kl = KL[node.kl_estimator](token.logprob - token.reference)
+            if node.unbiased_kl:
+                kl = kl * torch.exp(token.logprob - token.old)
+            loss = loss + node.kl_coef * kl
             total = total + (loss - node.entropy_coef * token.entropy) / divisor
     return total
 
@@ -181,7 +226,8 @@ def random_minibatch(node: PolicyGradient) -> Minibatch:
     batch = minibatch(given, 0, **near, **more)
     lengths = given.response_ids.lengths
     weighting = Weighting(aggregation=node.aggregation, constant_length=node.constant_length)
-    return replace(batch, weights=weighting.weights(lengths, np.ones(len(lengths), np.bool_)))
+    weights = weighting.weights(lengths, np.ones(len(lengths), np.bool_), given.keys[:, :2])
+    return replace(batch, weights=weights)
 
 
 WHOLE = {"kl_coef": 0.3, "entropy_coef": 0.2, "correction": Correction(max_ratio=1.2)}
@@ -195,6 +241,15 @@ CASES: list[tuple[PolicyGradient, Callable[[Response, int], Tensor]]] = [
     (replace(PPO, aggregation="constant", constant_length=20), plain_ppo),
     (GSPO, plain_gspo),
     (replace(GSPO, aggregation="token", **WHOLE), plain_gspo),  # type: ignore[arg-type]
+    (replace(PPO, aggregation="prompt"), plain_ppo),
+    (replace(PPO, kl_coef=0.3, unbiased_kl=True), plain_ppo),
+    (replace(PPO, kl_coef=0.3, kl_estimator="k1", unbiased_kl=True), plain_ppo),
+    (replace(PPO, off_policy_mask=0.05), plain_ppo),
+    (replace(GSPO, per_token=True), plain_gspo_token),
+    (GmpoUpdate(clip_eps=0.1, clip_eps_high=0.15), plain_gmpo),
+    (SapoUpdate(temperature_positive=3.0, temperature_negative=4.0), plain_sapo),
+    (DppoUpdate(max_divergence=0.05, max_ratio=1.1), plain_dppo("tv", 0.05)),
+    (DppoUpdate(divergence="kl", max_divergence=0.01, max_ratio=1.1), plain_dppo("kl", 0.01)),
     (CISPO, plain_cispo),
     (replace(CISPO, aggregation="sequence", **WHOLE), plain_cispo),  # type: ignore[arg-type]
     (ReinforceUpdate(), plain_reinforce),
@@ -240,7 +295,7 @@ def test_a_plain_loop_gives_the_same(node: PolicyGradient, surrogate: Callable[[
 def test_the_cases_clip() -> None:
     """Else they would say less than they seem to."""
     for node, _ in CASES:
-        if isinstance(node, ReinforceUpdate):
+        if isinstance(node, ReinforceUpdate | SapoUpdate):
             continue
         batch = random_minibatch(node)
         columns = dict(batch.columns)

@@ -57,7 +57,9 @@ def test_against_a_plain_loop(limit: int, label_smoothing: float) -> None:
         **vars(given.as_sequences()),
         step=0,
         columns={"reference": column},
-        weights=Weighting(aggregation="sequence").weights(given.response_ids.lengths, np.ones(14, np.bool_)),
+        weights=Weighting(aggregation="sequence").weights(
+            given.response_ids.lengths, np.ones(14, np.bool_), given.keys[:, :2]
+        ),
     )
     total, totals = summed(DpoLoss(beta=beta, label_smoothing=label_smoothing), batch, logprobs, limit)
     (slopes,) = torch.autograd.grad(total, logprobs)

@@ -28,7 +28,9 @@ def test_against_a_plain_loop() -> None:
         **vars(given.as_sequences()),
         step=0,
         columns={},
-        weights=Weighting(aggregation="sequence").weights(given.response_ids.lengths, np.ones(14, np.bool_)),
+        weights=Weighting(aggregation="sequence").weights(
+            given.response_ids.lengths, np.ones(14, np.bool_), given.keys[:, :2]
+        ),
     )
     totals = LossTotals(RankingLoss(), torch.device("cpu"), "actor")
     total = totals.add(batch, outputs, {})
