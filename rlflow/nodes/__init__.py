@@ -8,7 +8,7 @@ Data goes through the room in this order:
 3. ``reward_shaping`` subtracts penalties (``kl``); ``dynamic_sampling`` selects prompts.
 4. ``advantages``, ``turns`` and ``critic`` turn rewards into advantages.
 5. ``policy_update``, ``policy_variants``, ``policy_gates`` and ``policy_covariance`` (loss: ``policy_loss``),
-   ``critic``, ``preference`` and ``sft`` train, in ``minibatches``.
+   ``critic``, ``preference``, ``preference_free`` and ``sft`` train, in ``minibatches``.
 
 ``base`` defines what a node declares.
 """
@@ -24,6 +24,7 @@ from rlflow.nodes import (
     policy_update,
     policy_variants,
     preference,
+    preference_free,
     reward,
     reward_shaping,
     scoring,
@@ -32,4 +33,5 @@ from rlflow.nodes import (
 )
 
 __all__ = ["advantages", "agent", "critic", "dynamic_sampling", "generate", "policy_covariance", "policy_gates"]
-__all__ += ["policy_update", "policy_variants", "preference", "reward", "reward_shaping", "scoring", "sft", "turns"]
+__all__ += ["policy_update", "policy_variants", "preference", "preference_free", "reward", "reward_shaping", "scoring"]
+__all__ += ["sft", "turns"]

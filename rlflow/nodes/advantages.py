@@ -13,7 +13,7 @@ from annotated_types import Ge, Le
 from numpy.typing import NDArray
 
 from rlflow.batch import Logprobs, Packed, Repeated, Rewards, RolloutAdvantages, Rollouts, TokenAdvantages
-from rlflow.errors import GraphError, RecipeError
+from rlflow.errors import EngineError, GraphError, RecipeError
 from rlflow.nodes.alarms import REWARDS_ARE_EQUAL
 from rlflow.nodes.base import Formula, GraphNode, Node, NodeView
 from rlflow.nodes.expressions import old_probability, times
@@ -84,6 +84,28 @@ class LeaveOneOutAdvantage(Node, kind="leave_one_out_advantage", unit="group"):
         group = groups_of(rollouts)
         centred, sizes = center_in_groups(rewards.values, group)
         return repeat_for_tokens(centred * (sizes / np.maximum(sizes - 1, 1))[group], rollouts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaxRlAdvantage(Node, kind="maxrl_advantage", unit="group"):
+    """Reward minus its group's mean, over that mean: a step towards maximum likelihood for rewards of 0 and 1.
+
+    A group without any reward brings no gradient. Source: MaxRL (arXiv 2602.02710).
+    """
+
+    alarms = (REWARDS_ARE_EQUAL,)
+
+    def formula(self, symbols: Mapping[str, str]) -> Formula:
+        reward = symbols["rewards"]
+        mean = f"mean of {reward} in the group"
+        return Formula(symbol="A", expression=f"({reward} - {mean}) / {mean}, 0 where the mean is 0")
+
+    def run(self, rollouts: Rollouts, rewards: Rewards) -> RolloutAdvantages:
+        if (rewards.values < 0).any():
+            raise EngineError(f"maxrl_advantage: a reward is {np.nanmin(rewards.values):g}; MaxRL needs 0 or more.")
+        centred, _ = center_in_groups(rewards.values, groups_of(rollouts))
+        mean = rewards.values - centred
+        return repeat_for_tokens(np.divide(centred, mean, out=0 * centred, where=~(mean <= 0)), rollouts)
 
 
 @dataclass(frozen=True, kw_only=True)

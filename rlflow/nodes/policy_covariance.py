@@ -97,7 +97,7 @@ class ClipCovUpdate(CovarianceUpdate, Node, kind="clip_cov_update", unit="batch"
         term = clipped_expression(advantage, self.clip_eps, self.clip_eps_high, None)
         bounds = f"{self.min_covariance:g} to {self.max_covariance:g}"
         drawn = f"0 for {self.share:.4%} of the tokens, drawn from those with a covariance of {bounds}, else 1"
-        return Formula(symbol="L", expression=f"k {term}", where={"k": drawn, "w": "p / p_old"})
+        return Formula(symbol="L", expression=f"k ({term})", where={"k": drawn, "w": "p / p_old"})
 
     def surrogate(self, logprobs: "Tensor", columns: "Columns") -> "Loss":
         ratios, chosen = ratio(logprobs - columns["old_logprobs"]), columns["chosen"]

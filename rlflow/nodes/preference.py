@@ -6,7 +6,7 @@ Shapes: P pairs, T response tokens of a micro-batch, which has both responses of
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from annotated_types import Ge, Le, Lt
@@ -14,12 +14,13 @@ from numpy.typing import NDArray
 
 from rlflow.batch import Logprobs, Metrics, Pairs
 from rlflow.engines.base import Entropy, Evaluates, Scores, TokenLoss, TrainsLogprobs, TrainsReward
+from rlflow.errors import RecipeError
 from rlflow.nodes.base import Formula, Headline, Node
 from rlflow.nodes.expressions import times
 from rlflow.nodes.minibatches import OptimizerSteps, Weighting, mean_metrics, train
 from rlflow.nodes.policy_loss import sums_over_responses
 from rlflow.nodes.scoring import REWARD_OUTPUT
-from rlflow.schema import Count, Section
+from rlflow.schema import Coefficient, Count, Section
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,6 +53,16 @@ def margins(values: "Tensor", rows: "Tensor") -> "Tensor":
     return sums_over_responses(values * (1 - 2 * (rows % 2)), rows // 2)
 
 
+def means(values: "Tensor", rows: "Tensor") -> "Tensor":
+    """Return ``values`` [T] over the number of tokens of their response, so that sums over responses are means."""
+    return values / sums_over_responses(values.detach().new_ones(len(values)), rows)
+
+
+def chosen_nll(logprobs: "Tensor", rows: "Tensor") -> "Tensor":
+    """Return for each token [T] the mean of -log p over the tokens of its pair's chosen response."""
+    return -sums_over_responses(means(logprobs, rows) * (1 - rows % 2), rows // 2)
+
+
 def preference_loss(margin: "Tensor", label_smoothing: float = 0.0) -> "tuple[Tensor, Mapping[str, Tensor]]":
     """Return -log sigmoid(margin) [T] from the margins [T] of each token's pair, and metrics.
 
@@ -65,27 +76,42 @@ def preference_loss(margin: "Tensor", label_smoothing: float = 0.0) -> "tuple[Te
 
 @dataclass(frozen=True, kw_only=True)
 class DpoLoss:
-    """-log sigmoid(beta (d_chosen - d_rejected)), d = log(policy / reference) of a whole response.
+    """-log sigmoid(beta m), m = d_chosen - d_rejected, d = log(policy / reference) of a whole response.
 
-    Each token has the loss of its pair. Columns: ``reference`` and ``rows``. Source: arXiv 2305.18290, equation 7.
+    Each token has the loss of its pair. Columns: ``reference`` and ``rows``. Source: arXiv 2305.18290, equation 7. With
+    ``shape: ipo`` it is (m - 1 / (2 beta))^2: arXiv 2310.12036, equation 17.
     """
 
     beta: float
     label_smoothing: float = 0.0
+    shape: Literal["sigmoid", "ipo"] = "sigmoid"
+    mean_over_tokens: bool = False
+    nll_coef: float = 0.0
     temperature: float = 1.0
     entropy: Entropy = "unused"
 
     @property
     def expression(self) -> str:
         """Return the loss as a formula for people; m is the margin before it is scaled."""
-        sides = [(1 - self.label_smoothing, "m"), (self.label_smoothing, "(-m)")]
-        terms = [times(share, f"log sigmoid({times(self.beta, side)})") for share, side in sides if share]
-        return f"-{' - '.join(terms)}"
+        if self.shape == "ipo":
+            term = f"(m - {1 / (2 * self.beta):g})^2"
+        else:
+            sides = [(1 - self.label_smoothing, "m"), (self.label_smoothing, "(-m)")]
+            terms = [times(share, f"log sigmoid({times(self.beta, side)})") for share, side in sides if share]
+            term = f"-{' - '.join(terms)}"
+        nll = times(self.nll_coef, "mean of log p over the chosen response")
+        return f"{term} - {nll}" if self.nll_coef else term
 
     def __call__(self, logprobs: "Tensor", columns: "Mapping[str, Tensor]") -> "tuple[Tensor, Mapping[str, Tensor]]":
         """Return the loss of each token's pair [T], and metrics."""
-        margin = self.beta * margins(logprobs - columns["reference"], columns["rows"])
-        return preference_loss(margin, self.label_smoothing)
+        rows, difference = columns["rows"], logprobs - columns["reference"]
+        margin = margins(means(difference, rows) if self.mean_over_tokens else difference, rows)
+        loss, metrics = preference_loss(self.beta * margin, self.label_smoothing)
+        if self.shape == "ipo":
+            loss = (margin - 1 / (2 * self.beta)) ** 2
+        if self.nll_coef:
+            loss = loss + self.nll_coef * chosen_nll(logprobs, rows)
+        return loss, metrics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,19 +122,37 @@ class DpoUpdate(Preference, Node, kind="dpo_update", unit="batch"):
     share of pairs in which it is above 0.
     """
 
+    hints_for_other_names: ClassVar[Mapping[str, str]] = {"rpo_alpha": "nll_coef", "loss_type": "shape: sigmoid or ipo"}
+
     beta: Annotated[float, Ge(1e-6), Le(100)] = 0.1
     """The weight of staying near the reference."""
     label_smoothing: Annotated[float, Ge(0), Lt(0.5)] = 0.0
     """The share of pairs whose labels are assumed to be wrong (https://ericmitchell.ai/cdpo.pdf)."""
+    shape: Literal["sigmoid", "ipo"] = "sigmoid"
+    """The loss of a margin m: -log sigmoid(beta m), or IPO's (m - 1 / (2 beta))^2, which does not grow without end."""
+    mean_over_tokens: bool = False
+    """Divide log(policy / reference) of a response by its number of tokens."""
+    nll_coef: Coefficient = 0.0
+    """The coefficient of the chosen response's mean -log p, which is added to the loss (arXiv 2404.19733)."""
+
+    def check(self, connected: frozenset[str]) -> None:
+        if self.shape == "ipo" and self.label_smoothing:
+            raise RecipeError("label_smoothing", "has no effect with shape: ipo", fix="label_smoothing: 0")
 
     def loss(self) -> TokenLoss:
         """Return the loss of a pair's tokens. It reads the column ``reference``."""
-        return DpoLoss(beta=self.beta, label_smoothing=self.label_smoothing)
+        return DpoLoss(
+            beta=self.beta,
+            label_smoothing=self.label_smoothing,
+            shape=self.shape,
+            mean_over_tokens=self.mean_over_tokens,
+            nll_coef=self.nll_coef,
+        )
 
     def formula(self, symbols: Mapping[str, str]) -> Formula:
         where = {
             "m": "d of the chosen response - d of the rejected one",
-            "d": "sum over the response of log(p / p_ref)",
+            "d": f"{'mean' if self.mean_over_tokens else 'sum'} over the response of log(p / p_ref)",
             "p_ref": f"p by {symbols['reference']}",
         }
         loss = self.loss()
@@ -130,7 +174,8 @@ class DpoUpdate(Preference, Node, kind="dpo_update", unit="batch"):
         """Return the implicit rewards over beta."""
         policy = engine.logprobs(pairs, 1.0).values
         differences = policy.values.astype(np.float64) - reference.values.values
-        return np.add.reduceat(differences, policy.offsets[:-1]).astype(np.float32)
+        sums = np.add.reduceat(differences, policy.offsets[:-1])
+        return (sums / policy.lengths if self.mean_over_tokens else sums).astype(np.float32)
 
 
 @dataclass(frozen=True, kw_only=True)

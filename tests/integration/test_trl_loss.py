@@ -1,6 +1,7 @@
 """Losses and their gradients against TRL's, on the same tensors."""
 
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import torch
 
 from rlflow.batch import Logprobs, Packed, Repeated, RolloutAdvantages, Rollouts
 from rlflow.engines.torch import TorchEngine
+from rlflow.nodes.policy_gates import SapoUpdate
 from rlflow.nodes.policy_loss import Correction
 from rlflow.nodes.policy_update import PolicyGradient, PolicyUpdate
-from rlflow.nodes.policy_variants import CispoUpdate, GspoUpdate, ReinforceUpdate
+from rlflow.nodes.policy_variants import CispoUpdate, GmpoUpdate, GspoUpdate, ReinforceUpdate
 from rlflow.recipe import Model, Optimizer
 from tests.helpers import rollouts, sequences, spec
 
@@ -42,6 +44,10 @@ CASES: dict[str, tuple[PolicyGradient, dict[str, Any]]] = {
     ),
     # TRL's bound is that of the ratio itself.
     "cispo": (CispoUpdate(clip_eps_high=0.1), {"loss_type": "cispo", "epsilon_high": 1.1}),
+    "sapo": (SapoUpdate(), {"loss_type": "sapo"}),
+    "gmpo": (GmpoUpdate(clip_eps=0.1, clip_eps_high=0.15), {"epsilon": 0.1, "epsilon_high": 0.15}),
+    "unbiased kl": (PolicyUpdate(unbiased_kl=True), {"use_bias_correction_kl": True}),
+    "off-policy mask": (PolicyUpdate(off_policy_mask=0.05), {"off_policy_mask_threshold": 0.05}),
     "entropy": (PolicyUpdate(entropy_coef=0.3), {"entropy_coef": 0.3}),
     "correction": (PolicyUpdate(correction=Correction(max_ratio=1.1)), {}),
     "correction of sequences": (
@@ -56,18 +62,19 @@ CASES: dict[str, tuple[PolicyGradient, dict[str, Any]]] = {
 
 
 def trls(
-    folder: Path, given: Rollouts, columns: Any, advantages: Any, options: Any, rloo: bool = False
+    folder: Path, given: Rollouts, columns: Any, advantages: Any, options: Any, trainer_of: str = "GRPO"
 ) -> tuple[float, dict[str, Any]]:
     """Return TRL's loss and its gradient."""
+    import trl
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-    trainer = (RLOOTrainer if rloo else GRPOTrainer)(
+    library: Any = import_module("trl.experimental.gmpo") if trainer_of == "GMPO" else trl
+    trainer = getattr(library, f"{trainer_of}Trainer")(
         model=AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32),
         processing_class=AutoTokenizer.from_pretrained(folder / "model"),
         reward_funcs=lambda completions, **_: [0.0] * len(completions),
-        args=(RLOOConfig if rloo else GRPOConfig)(
+        args=getattr(library, f"{trainer_of}Config")(
             **options,
             output_dir=str(folder / "trl"),
             per_device_train_batch_size=6,
@@ -141,6 +148,8 @@ def test_losses_are_trls(case: str, tmp_path: Path) -> None:
     old, reference = (own + draw.normal(0, 0.2, size).astype(np.float32) for _ in range(2))
     advantages = draw.normal(size=len(given)).astype(np.float32)
     columns = {"old_logprobs": given.response_ids.like(old), "reference": given.response_ids.like(reference)}
+    if node.off_policy_mask is not None:
+        given = replace(given, logprobs=columns["old_logprobs"])
     if node.correction is not None:
         apart = given.response_ids.like(draw.normal(0, 0.1, size).astype(np.float32))
         given = replace(given, logprobs=given.response_ids.like(old - apart.values))
@@ -153,9 +162,10 @@ def test_losses_are_trls(case: str, tmp_path: Path) -> None:
         old_logprobs=Logprobs(values=columns["old_logprobs"]),
     )
     options = {"epsilon": 0.2, "loss_type": "bnpo", "use_bias_correction_kl": False, **options}
-    loss, gradient = trls(tmp_path, given, columns, advantages, options)
+    loss, gradient = trls(tmp_path, given, columns, advantages, options, "GMPO" if case == "gmpo" else "GRPO")
     assert ours.values["loss"] == pytest.approx(loss, abs=1e-6)
-    assert ours.values["clip_fraction"] > 0, "the case must clip to say something"
+    assert ours.values.get("clip_fraction", 1) > 0, "the case must clip to say something"
+    assert 0 < ours.values.get("off_policy_masked", 0.5) < 1
     assert node.correction is None or 0 < ours.values["corrected_fraction"] < 1
     compare(engine, gradient)
 
@@ -170,5 +180,5 @@ def test_the_gradient_of_rloo_is_trls(tmp_path: Path) -> None:
     advantages = np.random.default_rng(0).normal(size=len(given)).astype(np.float32)
     node = ReinforceUpdate(aggregation="constant", constant_length=1)
     node.run(engine, given, RolloutAdvantages(values=Repeated(advantages, given.response_ids.lengths)))
-    _, gradient = trls(tmp_path, given, {"old_logprobs": own, "reference": own}, advantages, {}, rloo=True)
+    _, gradient = trls(tmp_path, given, {"old_logprobs": own, "reference": own}, advantages, {}, "RLOO")
     compare(engine, gradient)

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from rlflow.batch import Advantages, Batch, Logprobs, Rewards, RolloutAdvantages
-from rlflow.errors import GraphError
+from rlflow.errors import EngineError, GraphError
 from rlflow.nodes.advantages import (
     BatchAdvantage,
     GreedyAdvantage,
     GroupAdvantage,
     LeaveOneOutAdvantage,
+    MaxRlAdvantage,
     TeacherAdvantage,
     TokenAdvantage,
 )
@@ -65,6 +66,16 @@ def test_leave_one_out_by_hand() -> None:
     """The others of a winner in the first group have 1/3 in the mean; a rollout alone has none."""
     values = of_each(LeaveOneOutAdvantage().run(GROUPS, REWARDS))
     assert values == pytest.approx([2 / 3, -2 / 3, -2 / 3, 2 / 3, 0, 0, 0])
+
+
+def test_maxrl_by_hand() -> None:
+    """A rare success counts more; a group without one brings no gradient, and a missing reward counts nowhere."""
+    rewards = Rewards(values=np.array([1, 0, 0, 0, 0, 0, np.nan], np.float32))
+    advantages = MaxRlAdvantage().run(GROUPS, rewards)
+    assert [advantages.values[row][0] for row in range(6)] == [3, -1, -1, -1, 0, 0]
+    assert advantages.is_included.tolist() == [True] * 6 + [False]
+    with pytest.raises(EngineError, match=r"a reward is -1; MaxRL needs 0 or more"):
+        MaxRlAdvantage().run(GROUPS, Rewards(values=-rewards.values))
 
 
 def groups() -> Iterator[list[int]]:
@@ -179,6 +190,7 @@ ESTIMATORS = [
     GroupAdvantage(),
     GroupAdvantage(normalize=False),
     LeaveOneOutAdvantage(),
+    MaxRlAdvantage(),
     GreedyAdvantage(),
     BatchAdvantage(),
     TokenAdvantage(kl_coef=0.1),
@@ -194,10 +206,10 @@ def test_all_estimators_are_tested_for_rewards_that_are_missing() -> None:
 def test_rollouts_without_a_reward_change_nothing(node: Any) -> None:
     """A whole group has none, and of the others some."""
     missing = (RAGGED.keys[:, 1] == 3) | (np.arange(len(RAGGED)) % 5 == 0)
-    kept = np.flatnonzero(~missing)
+    kept, values = np.flatnonzero(~missing), abs(RANDOM.values)
     of_rollouts = {
         "rollouts": RAGGED,
-        "rewards": RANDOM,
+        "rewards": Rewards(values=values),
         "reference": Logprobs(values=RAGGED.response_ids.like(DRAW.normal(-1, 0.5, len(RAGGED.logprobs.values)))),
     }
     of_prompts = {
@@ -212,7 +224,7 @@ def test_rollouts_without_a_reward_change_nothing(node: Any) -> None:
         return advantages
 
     expected = run({name: batch.take(kept) for name, batch in of_rollouts.items()})
-    without = np.where(missing, np.nan, RANDOM.values).astype(np.float32)
+    without = np.where(missing, np.nan, values).astype(np.float32)
     ours = run({**of_rollouts, "rewards": Rewards(values=without)})
     assert (ours.is_included == ~missing).all()
     assert expected.is_included.all()

@@ -35,7 +35,7 @@ def test_hints_name_options_that_exist(kind: type[PolicyGradient]) -> None:
         ("tis_imp_ratio_cap=2", "correction: {level: token, outside: bound, max_ratio: 2}"),
         ("icepop=true", "correction: {level: token, outside: mask, min_ratio: 0.5, max_ratio: 5}"),
         ("ppo_epochs=2", "num_epochs"),
-        ("loss_agg_mode=token-mean", "aggregation: token, sequence or constant"),
+        ("loss_agg_mode=token-mean", "aggregation: token, prompt, sequence or constant"),
     ],
 )
 def test_an_unknown_option_gets_the_hint(override: str, hint: str) -> None:

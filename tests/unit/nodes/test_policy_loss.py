@@ -14,8 +14,8 @@ from rlflow.batch import Minibatch
 from rlflow.engines.causal_lm.totals import LossTotals
 from rlflow.errors import RecipeError
 from rlflow.nodes.minibatches import Weighting
-from rlflow.nodes.policy_loss import Correction, LikelihoodLoss
 from rlflow.nodes.policy_gates import DppoUpdate, SapoUpdate
+from rlflow.nodes.policy_loss import Correction, LikelihoodLoss
 from rlflow.nodes.policy_update import PolicyGradient, PolicyUpdate
 from rlflow.nodes.policy_variants import CispoUpdate, GmpoUpdate, GspoUpdate, ReinforceUpdate
 from tests.helpers import minibatch, sequences
@@ -161,11 +161,8 @@ def plain_dppo(divergence: str, bound: float) -> Callable[[Response, int], Tenso
     def surrogate(response: Response, at: int) -> Tensor:
         token = response[at]
         p, old = exp(float(token.logprob.detach())), exp(token.old)
-        if divergence == "tv":
-            apart = abs(p - old)
-        else:  # of a coin
-            apart = sum(a * log(a / b) for a, b in ((old, p), (1 - old, 1 - p)))
-        if apart > bound and (p > old) == (token.advantage > 0):
+        coin = sum(a * log(a / b) for a, b in ((old, p), (1 - old, 1 - p)))
+        if (abs(p - old) if divergence == "tv" else coin) > bound and (p > old) == (token.advantage > 0):
             return token.logprob * 0.0
         return -min(p / old, 1.1) * token.advantage * token.logprob
 
