@@ -47,7 +47,7 @@ CASES: dict[str, tuple[PolicyGradient, dict[str, Any]]] = {
     "sapo": (SapoUpdate(), {"loss_type": "sapo"}),
     "gmpo": (GmpoUpdate(clip_eps=0.1, clip_eps_high=0.15), {"epsilon": 0.1, "epsilon_high": 0.15}),
     "unbiased kl": (PolicyUpdate(unbiased_kl=True), {"use_bias_correction_kl": True}),
-    "off-policy mask": (PolicyUpdate(off_policy_mask=0.05), {"off_policy_mask_threshold": 0.05}),
+    "off-policy mask": (PolicyUpdate(off_policy_mask=0.001), {"off_policy_mask_threshold": 0.001}),
     "entropy": (PolicyUpdate(entropy_coef=0.3), {"entropy_coef": 0.3}),
     "correction": (PolicyUpdate(correction=Correction(max_ratio=1.1)), {}),
     "correction of sequences": (
@@ -149,6 +149,8 @@ def test_losses_are_trls(case: str, tmp_path: Path) -> None:
     advantages = draw.normal(size=len(given)).astype(np.float32)
     columns = {"old_logprobs": given.response_ids.like(old), "reference": given.response_ids.like(reference)}
     if node.off_policy_mask is not None:
+        # The responses that the policy has left have negative advantages.
+        advantages = -advantages
         given = replace(given, logprobs=columns["old_logprobs"])
     if node.correction is not None:
         apart = given.response_ids.like(draw.normal(0, 0.1, size).astype(np.float32))
