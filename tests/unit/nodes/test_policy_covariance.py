@@ -37,7 +37,7 @@ class Recorder(FakeEngine):
 def chosen_by(node: CovarianceUpdate) -> list[float]:
     """Return which tokens of the three rollouts that are trained on are chosen."""
     engine = Recorder()
-    node.run(engine, GIVEN, ADVANTAGES, old_logprobs=Logprobs(values=GIVEN.logprobs.like(OLD)))  # type: ignore[call-arg]
+    node.run(engine, GIVEN, ADVANTAGES, old_logprobs=Logprobs(values=GIVEN.logprobs.like(OLD)))
     (minibatch,) = engine.minibatches
     return list(minibatch.columns["chosen"].values.tolist())
 

@@ -51,7 +51,7 @@ def test_against_a_plain_loop(loss: TokenLoss, plain: Plain, limit: int) -> None
 
 def dpo(shape: str, is_mean: bool, nll: float) -> Callable[..., torch.Tensor]:
     def plain(chosen: list[torch.Tensor], rejected: list[torch.Tensor], apart: float) -> torch.Tensor:
-        first, second = (mean(side) if is_mean else sum(side) for side in (chosen, rejected))
+        first, second = (mean(side) * (1 if is_mean else len(side)) for side in (chosen, rejected))
         margin = first - second - apart
         loss = (margin - 1 / 0.6) ** 2 if shape == "ipo" else -log_sigmoid(0.3 * margin)
         return loss - nll * mean(chosen)
@@ -109,7 +109,7 @@ def test_against_trl() -> None:
 
     rows = torch.arange(14).repeat_interleave(torch.from_numpy(GIVEN.response_ids.lengths))
     logprobs = torch.tensor(OWN, dtype=torch.float32)
-    means = torch.stack([side.mean() for side in logprobs.split(GIVEN.response_ids.lengths.tolist())])
+    means = torch.stack([side.mean() for side in torch.split(logprobs, GIVEN.response_ids.lengths.tolist())])
     first = torch.from_numpy(OFFSETS[:-1:2])
     trainer: Any = SimpleNamespace(
         alpha=0.0,
