@@ -80,20 +80,29 @@ def spec_of(model: Path, layout: Layout, dtype: str = "float32", **of_engine: An
     )
 
 
-def layouts(sparse: bool) -> Iterator[Layout]:
-    """Yield all combinations of degrees on 2 and 4 ranks."""
-    sizes = (1, 2, 4)
-    for ranks, replicas, sequence, experts in product((2, 4), sizes, sizes, sizes if sparse else (1,)):
-        data = ranks // sequence
-        if data and data % replicas == 0 and (ranks // replicas) % experts == 0:
+def layouts(model: str) -> Iterator[Layout]:
+    """Yield all combinations of degrees on 2 and 4 ranks.
+
+    Tensor-parallel ranks share the heads of keys evenly, and groups of experts consist of them.
+    """
+    sizes, sparse = (1, 2, 4), model not in ("dense", "tied")
+    key_heads = MODELS[model].num_key_value_heads
+    degrees = product((2, 4), sizes, sizes, sizes, sizes if sparse else (1,))
+    for ranks, replicas, sequence, tensor, experts in degrees:
+        data, is_sharing = (
+            ranks // (sequence * tensor),
+            key_heads % tensor == 0 and (not sparse or experts % tensor == 0),
+        )
+        if data and is_sharing and data % replicas == 0 and (ranks // replicas) % experts == 0:
             yield Layout(
                 micro_batch_tokens=48,
                 data_parallel_size=data,
                 sequence_parallel_size=sequence,
+                tensor_parallel_size=tensor,
                 expert_parallel_size=experts,
                 num_replicas=replicas,
                 zero_stage=3,
-                reduces_once=(replicas + sequence + experts) % 2 == 0,
+                reduces_once=(replicas + sequence + experts) % 2 == 0 or tensor == 4,
                 gradient_checkpointing=(ranks + experts) % 4 != 0,
             )
 
@@ -103,7 +112,7 @@ def shares(batch: Minibatch, layout: Layout) -> list[Minibatch]:
     data = layout.data_parallel_size
     ends = {1: [8], 2: [5, 8], 4: [1, 4, 6, 8]}[data]
     parts = [batch.take(np.arange(start, end)) for start, end in pairwise([0, *ends])]
-    return [part for part in parts for _ in range(layout.sequence_parallel_size)]
+    return [part for part in parts for _ in range(layout.ranks_per_share)]
 
 
 def make_models(folder: Path) -> None:

@@ -89,7 +89,12 @@ def _nearest(problem: Problem, pin: Pin, working: Pin) -> Pin:
         return problem.with_pins([replace(pin, value=value)]).fits()
 
     wanted, good = pin.value, working.value
-    if not isinstance(wanted, int | float) or not isinstance(good, int | float) or isinstance(wanted, bool):
+    if (
+        pin.field == "num_replicas"
+        or not isinstance(wanted, int | float)
+        or not isinstance(good, int | float)
+        or isinstance(wanted, bool)
+    ):
         return working
     if pin.field == "gpus" or pin.field.endswith("_parallel_size"):
         # Only some numbers make groups, so that there is no order in which they fit.

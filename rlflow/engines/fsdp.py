@@ -11,7 +11,7 @@ from rlflow.engines.causal_lm.pretrained import load_model
 from rlflow.engines.sharded.engine import ShardedEngine
 from rlflow.engines.sharded.mesh import create_meshes
 from rlflow.engines.sharded.process_group import join_process_group, set_timeouts, wait_for_files
-from rlflow.engines.sharded.shard_values import full_values, local_values
+from rlflow.engines.sharded.shard_values import count_copies, full_values, local_values
 from rlflow.engines.sharded.sharded_state import ShardedState
 from rlflow.engines.sharded.shards import MeshShards
 from rlflow.engines.sharded.trained_state import TrainedState
@@ -86,9 +86,12 @@ class FsdpEngine(ShardedEngine):
     def _clip_and_step(self) -> float:
         import torch
 
-        weights = self._trained_weights().values()
-        shards = [local_values(weight.grad) for weight in weights if weight.grad is not None]
-        norm = self._sum_over_shards(torch.nn.utils.get_total_norm(shards).double().square()).sqrt()
+        shards: dict[int, list[Tensor]] = {}
+        for weight in self._trained_weights().values():
+            if weight.grad is not None:
+                shards.setdefault(count_copies(weight), []).append(local_values(weight.grad))
+        squares = (torch.nn.utils.get_total_norm(some).double().square() / copies for copies, some in shards.items())
+        norm = self._sum_over_shards(sum(squares, start=torch.zeros((), device=self._device))).sqrt()
         if torch.isfinite(norm):
             for group in self._optimizer.param_groups:
                 torch.nn.utils.clip_grads_with_norm_(group["params"], self._spec.optimizer.max_grad_norm, norm.float())
@@ -97,10 +100,10 @@ class FsdpEngine(ShardedEngine):
         return float(norm)
 
     def _sum_over_shards(self, value: "Tensor") -> "Tensor":
-        """Return the sum of a value over the ranks of a replica, which have each gradient once."""
+        """Return the sum of a value over all ranks."""
         import torch
 
-        torch.distributed.all_reduce(value, group=self._meshes.shards.get_group("fsdp"))
+        torch.distributed.all_reduce(value)
         return value
 
     def _weights_by_mesh(self) -> "list[list[Parameter]]":
@@ -150,7 +153,7 @@ _TRAINING_MEMORY = replace(TORCH_TRAINING["bfloat16"], weights=4, optimizer=8)
 
 ENGINE = EngineKind(
     engine=FsdpEngine,
-    parallel=frozenset({"data", "sequence", "expert", "replicate"}),
+    parallel=frozenset({"data", "sequence", "tensor", "expert", "replicate"}),
     training_memory={"float32": TORCH_TRAINING["float32"], "bfloat16": _TRAINING_MEMORY},
     sends_weights_by=ALL_TRANSPORTS,
 )

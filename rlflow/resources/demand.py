@@ -63,6 +63,12 @@ class Demand:
             return False
         return heads_divide(model.num_attention_heads, model.num_key_value_heads, size)
 
+    def cuts_layers(self, size: int) -> bool:
+        """Return whether ``size`` ranks of torch can divide the layers that this role trains or scores with."""
+        return size == 1 or (
+            self.training.lora is None and (self.architecture is None or self.architecture.cuts_evenly(size))
+        )
+
     def check(self, largest_host: int, *, on_gpus: bool = True) -> None:
         """Check the pins against the engine, the hosts and each other. Raises PlacementError."""
         self._check_applies()
@@ -102,6 +108,15 @@ class Demand:
         if (num_experts or 1) % groups:
             fact = f"{groups} GPUs cannot divide the experts of a model that has {num_experts or 'no experts'}"
             raise self._error("expert_parallel_size", fact, fix="1")
+        tensor = self.pinned("tensor_parallel_size") or 1
+        if "replicate" in self.parallel and not self.cuts_layers(tensor):
+            fact = f"{tensor} GPUs cannot divide the layers of this model evenly"
+            if self.training.lora is not None:
+                fact = f"{tensor} GPUs cannot divide layers that have adapters"
+            raise self._error("tensor_parallel_size", fact, fix="1")
+        if "replicate" in self.parallel and num_experts and groups > 1 and groups % tensor:
+            fact = f"{groups} GPUs do not consist of tensor-parallel groups of {tensor}, and experts are not cut"
+            raise self._error("expert_parallel_size", fact, fix=str(tensor))
         serves, trains = self.job == "serve", self.job == "train"
         sharded = not serves and "data" in self.parallel
         for field, has in (

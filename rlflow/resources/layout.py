@@ -109,6 +109,16 @@ class Layout:
         return self.model_parallel_size * self.sequence_parallel_size
 
     @property
+    def ranks_per_share(self) -> int:
+        """Return the number of processes with the same rows: those of a group, each with a part of the work."""
+        return self.group_size // self.gpus_per_process
+
+    @property
+    def gpus_per_process(self) -> int:
+        """Return the number of GPUs of a process: those of an engine, or one where the processes are ranks of torch."""
+        return self.model_parallel_size if self.num_replicas is None else 1
+
+    @property
     def model_parallel_size(self) -> int:
         """Return the number of GPUs that hold one copy of the weights, however its state is sharded."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
@@ -135,7 +145,7 @@ class Worker:
     """A process of a role, or the processes of one engine, with their GPUs."""
 
     bundles: tuple[Bundle, ...]
-    """GPUs of one host, a tensor-parallel group for each pipeline stage."""
+    """GPUs of one host: of an engine, a tensor-parallel group for each pipeline stage."""
 
 
 @dataclass(frozen=True)
@@ -153,10 +163,10 @@ class RolePlacement:
 
 def workers(layout: Layout, pool: PoolGpus) -> Iterator[Worker]:
     """Yield the workers of a role on the GPUs of its pool. Groups stay inside hosts."""
-    size, together = layout.model_parallel_size, layout.group_size
+    size, together = layout.gpus_per_process, layout.group_size
     shares = [
         Worker(tuple(Bundle(host, gpu) for gpu in gpus[start : start + size]))
         for host, gpus in pool
         for start in range(0, len(gpus) // together * together, size)
     ]
-    yield from shares[: layout.data_parallel_size * layout.sequence_parallel_size]
+    yield from shares[: layout.data_parallel_size * layout.ranks_per_share]

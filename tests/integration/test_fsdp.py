@@ -68,7 +68,7 @@ def shares(of: EngineSpec, batch: Any) -> list[Any]:
     """Return the rows of each rank, which need not have the same number of rows or micro-batches."""
     ends = {1: [6], 2: [5, 6], 4: [2, 4, 5, 6]}[of.layout.data_parallel_size]
     parts = [batch.take(np.arange(start, end)) for start, end in pairwise([0, *ends])]
-    return [part for part in parts for _ in range(of.layout.sequence_parallel_size)]
+    return [part for part in parts for _ in range(of.layout.ranks_per_share)]
 
 
 def assert_equal_training(ranks: Ranks, of: EngineSpec) -> None:

@@ -36,16 +36,17 @@ def pays_to_compile(spec: EngineSpec, model: "PreTrainedModel") -> bool:
     """Return whether compiled layers make a role's passes faster.
 
     Without a kernel for segments of different lengths, the shapes of attention would be those of padded blocks, new for
-    every pass. DeepSpeed's ZeRO 3 gathers weights by hooks inside a layer. How many tokens an expert gets is known only
-    when a layer runs.
+    every pass. DeepSpeed's ZeRO 3 gathers weights by hooks inside a layer, and tensor-parallel ranks add up values in
+    it. How many tokens an expert gets is known only when a layer runs.
     """
     device, hidden_size = torch.device(spec.device), model.config.get_text_config().hidden_size
     has_kernel = has_varlen_kernel(getattr(torch, spec.model.dtype), device)
     is_small = hidden_size < MIN_COMPILED_WIDTH
     is_gathered = spec.layout.zero_stage == 3 and spec.layout.num_replicas is None
+    exchanges = spec.layout.tensor_parallel_size > 1
     # The weights of all experts of a layer are one tensor.
     has_experts = any(weight.dim() == 3 for weight in model.parameters())
-    return has_kernel and can_compile(device.type) and not (is_small or is_gathered or has_experts)
+    return has_kernel and can_compile(device.type) and not (is_small or is_gathered or exchanges or has_experts)
 
 
 def compile_layers(model: Module, backend: str = "inductor") -> None:

@@ -1,7 +1,8 @@
 """The output layer of a language model, computing logprobs and entropies without ever holding all logits.
 
 Logits are computed in tiles of tokens and words, and computed again for the gradient. The softmax over tiles follows
-Milakov and Gimelshein (arXiv 1805.02867).
+Milakov and Gimelshein (arXiv 1805.02867). Ranks that have a part of the vocabulary each exchange a
+maximum and sums.
 Shapes: U inputs of the layer, T tokens, H hidden size, V vocabulary, C words of a tile.
 Importing this file imports torch.
 """
@@ -14,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup, ReduceOp, all_reduce
+from torch.distributed.tensor import DTensor
 from torch.nn import Linear
 from torch.nn.functional import linear
 
@@ -42,8 +45,14 @@ def scores_as_logits(
         raise EngineError(f"an output layer of the kind {type(head).__name__} is not supported: it must be linear.")
 
     def forward(hidden: Tensor) -> Tensor:
-        chosen = hidden[0].index_select(0, places)
-        scores = score_targets(chosen, head.weight, head.bias, targets, temperature, entropy)[None]
+        chosen, words = hidden[0].index_select(0, places), targets
+        weight, bias, group = head.weight, head.bias, None
+        if isinstance(weight, DTensor):
+            # Tensor-parallel ranks have a part of the vocabulary each.
+            mesh = weight.device_mesh
+            group, weight, bias = mesh.get_group(), weight.to_local(), None if bias is None else bias.to_local()
+            words = targets - mesh.get_local_rank() * len(weight)
+        scores = score_targets(chosen, weight, bias, words, temperature, entropy, group)[None]
         computed.append(scores)
         return scores
 
@@ -59,15 +68,30 @@ def scores_as_logits(
 
 
 def score_targets(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, entropy: Entropy
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float,
+    entropy: Entropy,
+    group: ProcessGroup | None = None,
 ) -> Tensor:
     """Return [T, 2], float32: the logprobs of ``targets`` [T], and the entropies of their distributions.
 
     Logits come from ``hidden`` [T, H], ``weight`` [V, H] and ``bias`` [V], and are divided by ``temperature``.
-    Entropies are zero where they are ``unused``, and have a gradient only where they are ``trained``.
+    Entropies are zero where they are ``unused``, and have a gradient only where they are ``trained``. The ranks of a
+    ``group`` have other words each, and targets are numbered from the first word of a rank.
     """
-    scores: Tensor = _TokenScores.apply(hidden, weight, bias, targets, temperature, entropy)  # type: ignore[no-untyped-call]
+    options = _Options(temperature, entropy, group)
+    scores: Tensor = _TokenScores.apply(hidden, weight, bias, targets, options)  # type: ignore[no-untyped-call]
     return scores
+
+
+@dataclass(frozen=True)
+class _Options:
+    temperature: float
+    entropy: Entropy
+    group: ProcessGroup | None
 
 
 class _TokenScores(torch.autograd.Function):
@@ -75,33 +99,30 @@ class _TokenScores(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        temperature: float,
-        entropy: Entropy,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: _Options
     ) -> Tensor:
         tiles = _Tiles(hidden, weight, bias, targets)
-        states = torch.zeros(len(hidden), 3, device=hidden.device)
+        states, with_entropy = torch.zeros(len(hidden), 3, device=hidden.device), options.entropy != "unused"
         states[:, 0] = _LOWEST
         add = _fused(_add_logits, hidden.device.type)
         for part in tiles.vocabulary_parts():
             for rows, logits in tiles.of_part(part):
                 states[rows] = add(
-                    states[rows], logits, tiles.local_targets(part, rows), temperature, entropy != "unused"
+                    states[rows], logits, tiles.local_targets(part, rows), options.temperature, with_entropy
                 )
+        if options.group is not None:
+            states = _combine(states, options.group, with_entropy)
         log_total, target_logits, entropies = states.unbind(1)
         ctx.save_for_backward(hidden, weight, bias, targets, log_total, entropies)
-        ctx.temperature, ctx.trains_entropy = temperature, entropy == "trained"
+        ctx.options = options
         return torch.stack([target_logits - log_total, entropies], dim=1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, log_total, entropies = ctx.saved_tensors
         tiles = _Tiles(hidden, weight, bias, targets)
-        slopes = gradients[0] / ctx.temperature
+        options: _Options = ctx.options
+        slopes = gradients[0] / options.temperature
         differentiate = _fused(_differentiate, hidden.device.type)
         hidden_gradient = torch.zeros(hidden.shape, device=hidden.device)
         weight_gradient = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
@@ -118,8 +139,8 @@ class _TokenScores(torch.autograd.Function):
                     entropies[rows],
                     tiles.local_targets(part, rows),
                     slopes[rows],
-                    ctx.temperature,
-                    ctx.trains_entropy,
+                    options.temperature,
+                    options.entropy == "trained",
                 )
                 hidden_gradient[rows].add_(logit_gradient @ part.weight)
                 if weight_gradient is not None:
@@ -131,7 +152,9 @@ class _TokenScores(torch.autograd.Function):
                 weight_gradient[part.ids] = 0.0 if part_gradient is None else part_gradient
             if bias_gradient is not None:
                 bias_gradient[part.ids] = part_bias_gradient
-        return hidden_gradient.to(hidden.dtype), weight_gradient, bias_gradient, None, None, None
+        if options.group is not None:
+            all_reduce(hidden_gradient, group=options.group)
+        return hidden_gradient.to(hidden.dtype), weight_gradient, bias_gradient, None, None
 
 
 def _add_logits(states: Tensor, logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool) -> Tensor:
@@ -154,6 +177,20 @@ def _add_logits(states: Tensor, logits: Tensor, targets: Tensor, temperature: fl
         share, part_share = log_total - new_total, part - new_total
         entropy = share.exp() * (entropy - share) + part_share.exp() * (part_entropy - part_share)
     return torch.stack([new_total, target, entropy], dim=1)
+
+
+def _combine(states: Tensor, group: ProcessGroup, with_entropy: bool) -> Tensor:
+    """Return the states [T, 3] of all words from those of this rank's words, as ``_add_logits`` combines two parts."""
+    log_total, target, entropy = states.unbind(1)
+    largest = log_total.clone()
+    all_reduce(largest, ReduceOp.MAX, group=group)
+    total = (log_total - largest).exp()
+    all_reduce(total, group=group)
+    new_total = largest + total.log()
+    share = log_total - new_total
+    sums = torch.stack([target, share.exp() * (entropy - share) if with_entropy else entropy], dim=1)
+    all_reduce(sums, group=group)
+    return torch.cat([new_total[:, None], sums], dim=1)
 
 
 def _differentiate(

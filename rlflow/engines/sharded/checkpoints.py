@@ -27,7 +27,7 @@ _MOST_STEPS = 2**24
 
 
 def save_shards(spec: EngineSpec, folder: Path, state: TrainedState) -> None:
-    """Write this rank's ranges. No rank waits for another.
+    """Write this rank's ranges. All ranks call this at the same time; tensor-parallel ones wait for each other.
 
     The options of the optimizer are not saved, because the recipe has them.
     """
@@ -37,10 +37,10 @@ def save_shards(spec: EngineSpec, folder: Path, state: TrainedState) -> None:
     if spec.rank == 0:
         (folder / _STEPS_FILE).write_text(json.dumps({"steps": num_steps}))
     for kind in _kinds(num_steps):
-        values = {name: state.get_values(name, kind) for name in state.names_to_write()}
-        for number, names in enumerate(_group_by_file(values)):
-            ranges = {name: values[name].cpu() for name in names}
-            starts = {name: str(start) for name in names if (start := state.get_range(name)[0])}
+        for number, names in enumerate(_group_by_file(state)):
+            values = {name: state.get_values(name, kind).cpu() for name in names}
+            ranges = {name: range_ for name, range_ in values.items() if range_.numel()}
+            starts = {name: str(start) for name in ranges if (start := state.get_range(name)[0])}
             save_file(ranges, folder / f"{kind}-{spec.rank:05}-{number:05}.safetensors", starts or None)
 
 
@@ -72,16 +72,17 @@ def _kinds(num_steps: int) -> Sequence[str]:
     return (WEIGHTS, *MOMENTS) if num_steps else (WEIGHTS,)
 
 
-def _group_by_file(values: "Mapping[str, Tensor]") -> Iterator[Sequence[str]]:
-    """Yield the names of the values for each file."""
+def _group_by_file(state: TrainedState) -> Iterator[Sequence[str]]:
+    """Yield the names of the weights for each file."""
     names: list[str] = []
     size = 0
-    for name, value in values.items():
-        if names and size + value.nbytes > _FILE_BYTES:
+    for name in state.names_to_write():
+        num_bytes = 4 * state.get_range(name)[1]
+        if names and size + num_bytes > _FILE_BYTES:
             yield names
             names, size = [], 0
         names.append(name)
-        size += value.nbytes
+        size += num_bytes
     if names:
         yield names
 
@@ -98,7 +99,7 @@ def _restore(folder: Path, state: TrainedState) -> None:
             for name in state.names:
                 start, size = state.get_range(name)
                 if size:
-                    _read_range(of_kind[name], start, state.get_values(name, kind))
+                    state.set_values(name, kind, _read_range(of_kind[name], start, size))
 
 
 def _read_num_steps(folder: Path) -> int:
@@ -142,10 +143,13 @@ def _check_ranges(kind: str, ranges: Mapping[str, Sequence[tuple[int, int, Any]]
             raise EngineError(f"{kind} of {name}: expected {state.get_size(name)} values, got {end}")
 
 
-def _read_range(ranges: Sequence[tuple[int, int, Any]], start: int, target: "Tensor") -> None:
-    """Fill ``target``, which begins at ``start`` of a flattened weight."""
-    end = start + target.numel()
-    for first, size, values in ranges:
-        low, high = max(start, first), min(end, first + size)
+def _read_range(ranges: Sequence[tuple[int, int, Any]], start: int, size: int) -> "Tensor":
+    """Return the values from ``start`` of a flattened weight."""
+    import torch
+
+    parts, end = [], start + size
+    for first, count, values in sorted(ranges, key=lambda entry: entry[0]):
+        low, high = max(start, first), min(end, first + count)
         if low < high:
-            target[low - start : high - start].copy_(values[low - first : high - first])
+            parts.append(values[low - first : high - first])
+    return torch.cat(parts)

@@ -52,12 +52,12 @@ class ShardedEngine(TrainingEngine):
         return problems
 
     def _sum_over_ranks(self, sums: dict[str, float]) -> dict[str, float]:
-        """Sum over all shares of the data, each of which sequence-parallel ranks count several times."""
+        """Sum over all shares of the data, each of which ranks with the same rows count several times."""
         import torch
 
         totals = torch.tensor(list(sums.values()), dtype=torch.float64, device=self._device)
         torch.distributed.all_reduce(totals)
-        totals /= self._spec.layout.sequence_parallel_size
+        totals /= self._spec.layout.ranks_per_share
         return dict(zip(sums, totals.tolist(), strict=True))
 
     @abstractmethod

@@ -2,6 +2,7 @@
 
 Tokens are sent to the ranks of their experts and the results back, each by an all-to-all of rows (Lepikhin et al. 2020,
 section 3.2). transformers' plans say which modules are experts; torch shards what a rank has of them once more.
+Tensor-parallel ranks have the same tokens, so each sends a part of them.
 Shapes: N tokens of this rank, K experts of a token, H hidden size, R ranks of a group, M tokens that this rank gets.
 Importing this file imports torch.
 """
@@ -13,10 +14,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, all_to_all_single
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module
 
-from rlflow.engines.sharded.shard_values import local_values
+from rlflow.engines.sharded.shard_values import cut_weight, local_values
+from rlflow.engines.sharded.styles import refuse, styled_modules
+from rlflow.engines.sharded.tensor_parallel import sum_gradients, sum_over
 from rlflow.errors import EngineError
 from rlflow.system.compat.torch import computing_with
 
@@ -29,26 +31,40 @@ def find_experts(model: Any) -> Iterator[Module]:
     """Yield the modules that a plan of transformers names as experts. Raises EngineError for plans of other kinds."""
     plan: dict[str, str] = model.ep_plan or {}
     if unknown := sorted(set(plan.values()) - {_EXPERTS, _WEIGHTS_OF_EXPERTS}):
-        raise EngineError(f"experts in parallel are not supported for {type(model).__name__}: style '{unknown[0]}'.")
-    named = dict(model.named_modules())
-    for pattern in (pattern for pattern, style in plan.items() if style == _EXPERTS):
-        parts = pattern.split(".")
-        for name, module in named.items():
-            words = name.split(".")
-            if len(words) == len(parts) and all(part in ("*", word) for part, word in zip(parts, words, strict=True)):
-                yield module
+        refuse(model, "expert", f"style '{unknown[0]}'")
+    for _, module, style in styled_modules(model, plan):
+        if style == _EXPERTS:
+            yield module
 
 
-def divide_experts(experts: Any, mesh: DeviceMesh) -> None:
-    """Leave each rank of a group its part of the experts of a layer, and let the module exchange tokens."""
+def divide_experts(experts: Any, mesh: DeviceMesh, tensor: DeviceMesh | None) -> None:
+    """Leave each rank of a group its part of the experts of a layer, and let the module exchange tokens.
+
+    ``tensor``: the ranks with the same tokens.
+    """
     size = mesh.size()
     if experts.num_experts % size:
         raise EngineError(f"{experts.num_experts} experts cannot be divided evenly among {size} ranks.")
-    for name, weight in list(experts.named_parameters(recurse=False)):
-        part = distribute_tensor(weight.detach(), mesh, [Shard(0)], src_data_rank=None)
-        setattr(experts, name, Parameter(part, requires_grad=weight.requires_grad))
+    for name, _ in list(experts.named_parameters(recurse=False)):
+        cut_weight(experts, name, mesh, 0)
     experts.num_experts //= size
-    experts.forward = _Dispatch(experts, mesh.get_group(), size)
+    dispatch = _Dispatch(experts, mesh.get_group(), size)
+    experts.forward = dispatch if tensor is None else _OfPart(dispatch, tensor)
+
+
+class _OfPart:
+    """The forward pass of experts on a part of the tokens that several ranks have, and the sum of what each gives."""
+
+    def __init__(self, dispatch: "_Dispatch", mesh: DeviceMesh) -> None:
+        self._dispatch, self._group = dispatch, mesh.get_group()
+        self._rank, self._size = mesh.get_local_rank(), mesh.size()
+
+    def __call__(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Return [N, H], of which other ranks compute some rows."""
+        rows = torch.arange(len(hidden), device=hidden.device).tensor_split(self._size)[self._rank]
+        hidden, weights = (sum_gradients(values, self._group) for values in (hidden, weights))
+        outputs = self._dispatch(hidden[rows], chosen[rows], weights[rows])
+        return sum_over(torch.zeros_like(hidden).index_copy(0, rows, outputs), self._group)
 
 
 class _Dispatch:

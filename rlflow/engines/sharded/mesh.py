@@ -1,13 +1,13 @@
 """The ranks of a role as a mesh, and a model whose weights torch shards over it (FSDP, in several replicas HSDP).
 
-Ranks are ordered by replica, then by share of the data, then by part of a sequence. All ranks of a replica shard the
-weights together, and their gradients are sums, as rlflow's losses are. Groups of neighbours may divide the experts of a
-model among them; the ranks with the same experts then shard these.
+Ranks are ordered by replica, then by share of the data, by part of a sequence, and by part of a layer. All ranks of a
+replica shard the weights together, and their gradients are sums, as rlflow's losses are. Groups of neighbours may
+divide the experts of a model among them; the ranks with the same experts then shard these.
 """
 
 import logging
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,9 @@ class Meshes:
     """The ranks that share weights."""
 
     shards: "DeviceMesh"
-    """All ranks, by replica and shard."""
+    """The ranks with the same part of each layer, by replica and shard."""
+    tensor: "DeviceMesh | None" = None
+    """The ranks of a group that divide layers among them."""
     experts: "DeviceMesh | None" = None
     """The ranks of a group that divide experts among them."""
     expert_shards: "DeviceMesh | None" = None
@@ -38,18 +40,22 @@ def create_meshes(spec: EngineSpec) -> Meshes:
     from torch.distributed.device_mesh import init_device_mesh
 
     device, layout = torch.device(spec.device).type, spec.layout
-    size = layout.expert_parallel_size
-    if layout.num_shards % size:
-        fact = f"its {layout.num_shards} ranks of a replica cannot be divided into groups of {size} for experts"
+    size, width = layout.expert_parallel_size, layout.tensor_parallel_size
+    ranks = layout.num_shards * width
+    if ranks % size:
+        fact = f"its {ranks} ranks of a replica cannot be divided into groups of {size} for experts"
         raise EngineError(f"role {spec.role}: {fact}.")
     replicas = [layout.num_replicas] if layout.num_replicas and layout.num_replicas > 1 else []
     names = ("replicate", "fsdp")[1 - len(replicas) :]
-    shards = init_device_mesh(device, (*replicas, layout.num_shards), mesh_dim_names=names)
+    if width == 1:
+        meshes = Meshes(init_device_mesh(device, (*replicas, ranks), mesh_dim_names=names))
+    else:
+        by_part = init_device_mesh(device, (*replicas, ranks // width, width), mesh_dim_names=(*names, "tp"))
+        meshes = Meshes(by_part[names], by_part["tp"])
     if size == 1:
-        return Meshes(shards)
-    sizes = (*replicas, layout.num_shards // size, size)
-    by_expert = init_device_mesh(device, sizes, mesh_dim_names=(*names, "expert"))
-    return Meshes(shards, by_expert["expert"], by_expert[names])
+        return meshes
+    by_expert = init_device_mesh(device, (*replicas, ranks // size, size), mesh_dim_names=(*names, "expert"))
+    return replace(meshes, experts=by_expert["expert"], expert_shards=by_expert[names])
 
 
 def shard_model(model: "PreTrainedModel", meshes: Meshes, compute_dtype: "torch.dtype") -> None:
@@ -63,16 +69,22 @@ def shard_model(model: "PreTrainedModel", meshes: Meshes, compute_dtype: "torch.
 
     from rlflow.engines.causal_lm.compilation import decoder_layers
     from rlflow.engines.sharded.experts import divide_experts, find_experts
+    from rlflow.engines.sharded.styles import refuse
+    from rlflow.engines.sharded.tensor_parallel import cut_layers
 
     # Experts are gathered in two steps, first from the ranks that shard them, which torch warns of.
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     # The scores of a pass are a view, which nothing changes in place.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    divided = list(find_experts(model)) if meshes.experts is not None else []
-    for experts in divided:
+    if meshes.tensor is not None:
+        size = 1 if meshes.experts is None else meshes.experts.size()
+        if size % meshes.tensor.size() and any(find_experts(model)):
+            refuse(model, "tensor", f"groups of {size} ranks for experts do not consist of {meshes.tensor.size()}")
+        cut_layers(model, meshes.tensor)
+    for experts in find_experts(model) if meshes.experts is not None else ():
         assert meshes.experts is not None
-        divide_experts(experts, meshes.experts)
+        divide_experts(experts, meshes.experts, meshes.tensor)
         fully_shard(experts, mesh=meshes.expert_shards, mp_policy=policy)
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     chain: list[Any] = list(decoder_layers(model))

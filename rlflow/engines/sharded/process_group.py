@@ -92,7 +92,7 @@ def create_sharding(spec: EngineSpec, model: "PreTrainedModel") -> "Ulysses | No
     All ranks of the role call this at the same time. Raises EngineError for a model whose attention heads cannot be
     divided among so many ranks.
     """
-    size = spec.layout.sequence_parallel_size
+    size, width = spec.layout.sequence_parallel_size, spec.layout.tensor_parallel_size
     if size == 1:
         return None
     from rlflow.engines.sharded.ulysses import Ulysses
@@ -100,9 +100,9 @@ def create_sharding(spec: EngineSpec, model: "PreTrainedModel") -> "Ulysses | No
     config = model.config.get_text_config()
     heads = config.num_attention_heads
     key_heads = getattr(config, "num_key_value_heads", heads)
-    if not heads_divide(heads, key_heads, size) or spec.world_size % size:
+    if not heads_divide(heads, key_heads, size * width) or spec.world_size % (size * width):
         raise EngineError(
             f"role {spec.role}: sequence_parallel_size {size} does not divide {heads} attention heads "
             f"({key_heads} of keys and values) and {spec.world_size} ranks."
         )
-    return Ulysses(size)
+    return Ulysses(size, width)

@@ -76,6 +76,10 @@ class TrainedState:
         trained_range: Tensor = values.detach().view(-1)[: self.get_range(name)[1]]
         return trained_range
 
+    def set_values(self, name: str, kind: str, values: "Tensor") -> None:
+        """Give this rank's range of a weight or moment other values. The range must not be empty."""
+        self.get_values(name, kind).copy_(values)
+
     def names_to_write(self) -> Sequence[str]:
         """Return the weights of which this rank writes its range."""
         return [name for name in self._weights if self._writes and self.get_range(name)[1]]

@@ -23,16 +23,17 @@ Exchange = Callable[[Tensor], Tensor]
 
 
 class Ulysses:
-    """A group of neighbouring ranks that pass one stream through the model together."""
+    """A group of ranks that pass one stream through the model together."""
 
-    def __init__(self, size: int) -> None:
-        """Create the groups; all ranks call this at the same time."""
+    def __init__(self, size: int, stride: int = 1) -> None:
+        """Create the groups, of ranks that are ``stride`` apart; all ranks call this at the same time."""
         rank, world_size = get_rank(), get_world_size()
-        for first in range(0, world_size, size):
-            group = new_group(list(range(first, first + size)))
-            if first <= rank < first + size:
+        self._rank, self._size = rank // stride % size, size
+        for first in (first for first in range(world_size) if first // stride % size == 0):
+            ranks = list(range(first, first + size * stride, stride))
+            group = new_group(ranks)
+            if rank in ranks:
                 self._group = group
-        self._rank, self._size = rank % size, size
 
     def shard(self, stream: Stream) -> tuple[Stream, Index]:
         """Return this rank's tokens, and which of the T response tokens they predict."""

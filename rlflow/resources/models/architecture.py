@@ -16,6 +16,9 @@ _NEW_FIGURES = (
     *("rope_theta", "attention_bias", "vision"),
 )
 
+CUT_TYPES = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"})
+"""The model types whose plans of tensor parallelism, in transformers, cut all layers in styles that ``fsdp`` has."""
+
 
 def heads_divide(heads: int, key_value_heads: int, size: int) -> bool:
     """Return whether ``size`` ranks can share the heads evenly; a rank holds whole key-value heads or a copy of one."""
@@ -30,6 +33,11 @@ class Architecture(Figures):
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """Return the kinds of layers; their counts add up to ``num_hidden_layers``."""
         return layer_kinds(self)
+
+    def cuts_evenly(self, size: int) -> bool:
+        """Return whether ``size`` ranks can have a part of each layer and of the vocabulary, all of the same width."""
+        widths = (self.num_attention_heads, self.num_key_value_heads, self.vocab_size, self.intermediate_size)
+        return size == 1 or (self.model_type in CUT_TYPES and all(width % size == 0 for width in widths))
 
     @cached_property
     def num_parameters(self) -> int:

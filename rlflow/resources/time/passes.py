@@ -223,7 +223,7 @@ def _exposed(seconds: float, compute: float, speed: Speed) -> float:
 
 def _replicas_seconds(model: Architecture, layout: Layout, speed: Speed, gradient_bytes: float) -> float:
     """Return the time to sum the gradients of all replicas: the ranks with the same shard, each in a ring."""
-    replicas, shards = layout.num_replicas or 1, layout.num_shards
+    replicas, shards = layout.num_replicas or 1, layout.num_shards * layout.tensor_parallel_size
     return 2 * gradient_bytes * _ring_seconds(model.num_parameters / shards, replicas, shards, speed)
 
 

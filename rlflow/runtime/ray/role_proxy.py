@@ -60,7 +60,7 @@ class RoleProxy:
         self.workers = workers
         self.engine_group = EngineGroup(role, workers, self._resync_weights) if concurrent else None
         self._role = role
-        self._ranks_per_share = layout.sequence_parallel_size
+        self._ranks_per_share = layout.ranks_per_share
         self._turns = turns
         self._cost = cost
         self._is_frozen = is_frozen

@@ -1,6 +1,6 @@
 """Private names of torch."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from socket import socket
@@ -70,8 +70,8 @@ def computing_with(module: Any, weights: Mapping[str, Any]) -> Iterator[None]:
         module._parameters.update(before)
 
 
-def shard_offsets(weight: Any) -> tuple[int, ...]:
-    """Return where this rank's shard of a DTensor begins, in each dimension."""
+def shard_range(weight: Any, placements: Sequence[Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shape of this rank's shard of a DTensor that is placed so, and where it begins in each dimension."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    return compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)[1]
+    return compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, placements)

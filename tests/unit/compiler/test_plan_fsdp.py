@@ -28,6 +28,32 @@ def test_experts_are_divided_inside_hosts_where_memory_asks_for_it() -> None:
     assert rlflow.compile(load(*small), "2x8").roles["actor"].layout.expert_parallel_size == 4
 
 
+def test_ranks_that_divide_layers_are_neighbours_of_one_gpu_each() -> None:
+    actor = plan_of("roles.actor.tensor_parallel_size=4").roles["actor"]
+    assert (actor.layout.data_parallel_size, actor.layout.ranks_per_share) == (4, 4)
+    assert {len(worker.bundles) for worker in actor.workers} == {1}
+    assert len({worker.bundles[0].host for worker in actor.workers[4:8]}) == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fact"),
+    [
+        (("recipe=grpo_lora_32b", "roles.actor.tensor_parallel_size=2"), "2 GPUs cannot divide layers that have adap"),
+        (
+            ("recipe=gspo_30b_a3b", "roles.actor.tensor_parallel_size=4", "roles.actor.expert_parallel_size=2"),
+            "2 GPUs do not consist of tensor-parallel groups of 4, and experts are not cut",
+        ),
+        (
+            ("recipe=gspo_30b_a3b", "model@models.policy=deepseek_v3", "roles.actor.tensor_parallel_size=2"),
+            "2 GPUs cannot divide the layers of this model evenly",
+        ),
+    ],
+)
+def test_layers_that_cannot_be_divided(overrides: tuple[str, ...], fact: str) -> None:
+    with pytest.raises(PlacementError, match=fact):
+        rlflow.compile(load(*overrides, "roles.actor.engine=fsdp"), "2x8")
+
+
 @pytest.mark.parametrize(
     ("override", "fact"),
     [
@@ -36,7 +62,8 @@ def test_experts_are_divided_inside_hosts_where_memory_asks_for_it() -> None:
         ("rollout.num_replicas=2", "num_replicas: does not apply to this role with engine 'vllm'"),
         ("actor.expert_parallel_size=2", "2 GPUs cannot divide the experts of a model that has no experts"),
         ("rollout.expert_parallel_size=2", "is 2, but engine 'vllm' cannot be expert-parallel"),
-        ("actor.num_replicas=32", "num_replicas: 32 does not fit 2x8"),
+        ("actor.num_replicas=32", "32 does not fit 2x8.*32 replicas cannot share 16 data-parallel ranks evenly"),
+        ("actor.tensor_parallel_size=8", "8 GPUs cannot divide the layers of this model evenly"),
     ],
 )
 def test_what_an_engine_has_not_is_refused(override: str, fact: str) -> None:

@@ -89,7 +89,7 @@ def _role_on_cpu(demand: Demand, workload: Workload, placement: RolePlacement) -
     tokens = max((_pass_tokens(task, layout) for task in passes), default=0.0)
     samples = max((task.samples / workers for task in tasks if task.kind == "generate"), default=0.0)
     longest = max((task.longest for task in tasks), default=0)
-    serves = "tensor" in demand.parallel
+    serves = demand.job == "serve" and "tensor" in demand.parallel
     if serves:
         longest = _BLOCK_TOKENS * (ceil(longest / _BLOCK_TOKENS) + 1)
     return RoleOnCpu(

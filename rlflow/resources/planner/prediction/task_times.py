@@ -98,8 +98,8 @@ def _work_seconds(demand: Demand, task: Task, layout: Layout, speed: Speed, kv_t
 def engine_kernels(demand: Demand, layout: Layout, speed: Speed) -> Kernels:
     """Return how rlflow's engines compute passes: on GPUs the output layer is compiled, and layers where that pays.
 
-    Layers are not compiled under DeepSpeed's ZeRO 3, with experts, in small models, without a kernel for segments (in
-    float32), and by engines that only score.
+    Layers are not compiled under DeepSpeed's ZeRO 3, with experts or tensor parallelism, in small models, without a
+    kernel for segments (in float32), and by engines that only score.
     """
     model = demand.architecture
     assert model is not None
@@ -111,7 +111,8 @@ def engine_kernels(demand: Demand, layout: Layout, speed: Speed) -> Kernels:
         )
     is_trainer = "sequence" in demand.parallel
     is_gathered = layout.zero_stage == 3 and layout.num_replicas is None
-    pays = model.hidden_size >= MIN_COMPILED_WIDTH and not model.num_experts and not is_gathered
+    is_plain = not (model.num_experts or is_gathered or layout.tensor_parallel_size > 1)
+    pays = model.hidden_size >= MIN_COMPILED_WIDTH and is_plain
     return Kernels(
         value_bytes=value_bytes,
         gradient_bytes=gradient_bytes,

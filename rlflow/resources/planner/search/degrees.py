@@ -31,7 +31,8 @@ class PoolPolicy:
             return None
         if "replicate" in demand.parallel:
             # This engine shards all of the state or nothing, and offloads nothing.
-            return 3 if trains or self.shards_scorers else 0, "none"
+            shards = trains or self.shards_scorers or (demand.pinned("tensor_parallel_size") or 1) > 1
+            return 3 if shards else 0, "none"
         stage = self.zero_stage if trains else (3 if self.shards_scorers else 0)
         # A model that only scores can offload nothing except its weights.
         offload: Offload = self.offload if trains or self.offload == "weights" else "none"
@@ -65,6 +66,13 @@ def group_sizes(demand: Demand, largest: int) -> list[int]:
     return [size for size in sorted(sizes) if size <= largest and demand.shares_heads(size)]
 
 
+def tensor_sizes(demand: Demand, base: Layout, shape: PoolShape) -> list[int]:
+    """Return the sizes of tensor-parallel groups to try: as pinned, or all that fit a host where torch shards."""
+    is_open = demand.pinned("tensor_parallel_size") is None and demand.architecture is not None and base.zero_stage == 3
+    sizes = group_sizes(demand, shape.largest_group) if is_open else [base.tensor_parallel_size]
+    return [size for size in sizes if "replicate" not in demand.parallel or demand.cuts_layers(size)]
+
+
 def stages_from_pins(demand: Demand, group: int) -> int | None:
     """Return the pipeline stages that follow from pinned GPUs and copies for groups of a size; None: any."""
     gpus, copies = demand.pinned("gpus"), demand.pinned("data_parallel_size")
@@ -79,18 +87,24 @@ def replica_counts(demand: Demand, layout: Layout, shape: PoolShape) -> list[int
     """Return the numbers of replicas to try: one, and one for each host where hosts are full of ranks."""
     if demand.pins.num_replicas != "auto":
         return [demand.pins.num_replicas]
-    ranks, group = layout.data_parallel_size * layout.sequence_parallel_size, shape.largest_group
+    ranks, group = layout.num_gpus, shape.largest_group
     fills_hosts = ranks % group == 0 and all(gpus % group == 0 for gpus, _ in shape.hosts)
     counts = {1, ranks // group} if fills_hosts and layout.zero_stage == 3 else {1}
     return [count for count in sorted(counts) if layout.data_parallel_size % count == 0]
 
 
 def expert_sizes(demand: Demand, layout: Layout, shape: PoolShape) -> list[int]:
-    """Return the sizes of groups that divide experts to try: powers of two that a host and a replica consist of."""
+    """Return the sizes of groups that divide experts to try: powers of two that a host and a replica consist of.
+
+    Tensor parallelism does not cut experts, so a group consists of tensor-parallel ones.
+    """
     pinned = demand.pinned("expert_parallel_size")
     sizes = [pinned] if pinned else [2**n for n in range(shape.largest_group.bit_length())]
     num_experts = (demand.architecture.num_experts if demand.architecture else 0) or 1
-    divided = (num_experts, layout.num_shards, *(gpus for gpus, _ in shape.hosts))
+    width = layout.tensor_parallel_size
+    divided = (num_experts, layout.num_shards * width, *(gpus for gpus, _ in shape.hosts))
+    if num_experts > 1 and width > 1:
+        sizes = [size for size in sizes if size % width == 0]
     return [size for size in sizes if size == 1 or (layout.zero_stage == 3 and all(n % size == 0 for n in divided))]
 
 

@@ -20,6 +20,7 @@ from rlflow.resources.planner.search.degrees import (
     group_sizes,
     replica_counts,
     stages_from_pins,
+    tensor_sizes,
     with_copies,
 )
 from rlflow.resources.workload import Task
@@ -42,7 +43,7 @@ def model_options(
         elif layout.offload == "weights" and layout.zero_stage != 3:
             yield Shortage(demand.role, inf, "weights can be offloaded in ZeRO stage 3 only")
         else:
-            key = layout.num_gpus, layout.num_replicas, layout.expert_parallel_size
+            key = layout.num_gpus, layout.num_replicas, layout.expert_parallel_size, layout.tensor_parallel_size
             for kept_layers in kept:
                 option = ModelOption(demand, tasks, host_set, layout, kept_layers, fastest.get(key))
                 fastest.setdefault(key, option)
@@ -64,12 +65,18 @@ def _kept_layers(demand: Demand, host_set: HostSet) -> list[int | None]:
 
 
 def _sequence_layouts(demand: Demand, base: Layout, shape: PoolShape) -> Iterator[Layout | Shortage]:
-    """Yield layouts with each sequence parallelism that divides the heads and fits a host (Jacobs et al. 2023)."""
+    """Yield layouts with each sequence and tensor parallelism that divides the heads and fits a host.
+
+    Without tensor parallelism, sequences are divided as in Jacobs et al. 2023.
+    """
     pinned = demand.pinned("sequence_parallel_size")
     sizes = [pinned] if pinned else group_sizes(demand, min(shape.largest_group, shape.num_gpus))
-    for size in sizes if demand.architecture else sizes[:1]:
-        stages = stages_from_pins(demand, base.tensor_parallel_size * size) or base.pipeline_parallel_size
-        layout = with_copies(demand, shape, base, size, stages)
+    for width, size in product(tensor_sizes(demand, base, shape), sizes if demand.architecture else sizes[:1]):
+        if width > 1 and not demand.shares_heads(width * size):
+            continue
+        wide = replace(base, tensor_parallel_size=width)
+        stages = stages_from_pins(demand, width * size) or base.pipeline_parallel_size
+        layout = with_copies(demand, shape, wide, size, stages)
         if isinstance(layout, Shortage) or "replicate" not in demand.parallel:
             yield layout
         else:

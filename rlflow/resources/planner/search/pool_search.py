@@ -97,7 +97,8 @@ def _use_under(
     layouts = {demand.role: searches.of(demand, policy, pool) for demand in pool.demands}
     least_seconds = sum(search.least_seconds for search in layouts.values())
     is_slower = Shortage(pool.demands[0].role, inf, "another policy is as fast")
-    if least_seconds >= below:
+    # Where a role has no layout at all, its time is infinite, and its shortage says why.
+    if below <= least_seconds < inf:
         return is_slower
     sleeps = {demand.role: _sleeps(demand, policy, pool) for demand in pool.demands}
     idle = {role: search.idle(sleeps=sleeps[role]) if pool.is_shared else {} for role, search in layouts.items()}
@@ -112,7 +113,7 @@ def _use_under(
         layout = replace(choice.layout, sleeps=True) if sleeps[role] else choice.layout
         choices[role] = replace(choice, layout=layout, idle=idle[role], margin=margin)
         least_seconds += sum(choice.seconds.values()) - search.least_seconds
-        if least_seconds >= below:
+        if below <= least_seconds < inf:
             return is_slower
     margins = [choice.margin for choice in choices.values()]
     for pool_margin in (_host_margin(pool, choices, workload), sync_margin(pool, choices, workload)):
