@@ -45,8 +45,9 @@ def scores_as_logits(
         raise EngineError(f"an output layer of the kind {type(head).__name__} is not supported: it must be linear.")
 
     def forward(hidden: Tensor) -> Tensor:
-        chosen, words = hidden[0].index_select(0, places), targets
-        weight, bias, group = head.weight, head.bias, None
+        chosen, words, group = hidden[0].index_select(0, places), targets, None
+        weight: Any = head.weight
+        bias: Any = head.bias
         if isinstance(weight, DTensor):
             # Tensor-parallel ranks have a part of the vocabulary each.
             mesh = weight.device_mesh
