@@ -10,11 +10,11 @@ import torch
 
 from rlflow.engines.base import EngineSpec
 from rlflow.errors import EngineError, RecipeError
+from tests.expert_models import config
 from tests.helpers import ARCHITECTURE, CHARACTERS, MODEL
 from tests.integration.engine_process import EngineProcess, all_of, free_address, processes
 from tests.integration.test_deepspeed import GIVEN, LOSS, of_path, policy_minibatch
 from tests.integration.test_fsdp import actor, assert_equal_training, assert_same_weights, of_ranks, plain, shares
-from tests.integration.test_fsdp_experts import config
 
 SHARED_PROCESSES = "DeepSpeed"
 pytestmark = pytest.mark.slow
