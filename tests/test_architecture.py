@@ -44,6 +44,7 @@ LAZY = {
     "engines/causal_lm/routing.py",
     "engines/causal_lm/output_layer.py",
     "engines/sharded/experts.py",
+    "engines/sharded/tensor_parallel.py",
     "engines/sharded/ulysses.py",
 }
 
