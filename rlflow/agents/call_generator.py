@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from rlflow.batch import Packed, Prompts, Rollouts
 from rlflow.engines.base import Sampling
 from rlflow.engines.group_progress import PartialResponse
-from rlflow.engines.journal import RecordedResponses
 from rlflow.engines.serving.sessions import SessionEngine
 from rlflow.environments.transcript import piece_of
 
@@ -46,15 +45,13 @@ class CallGenerator:
 
     def __init__(self, engine: SessionEngine) -> None:
         self._engine = engine
-        self._recorded: tuple[tuple[int, int], RecordedResponses] | None = None
-        """The step and the version of the last calls, and what the journal had of them at first."""
 
     def submit(self, requests: Sequence[CallRequest]) -> "list[Future[Any]]":
         """Start these calls; ``results`` reads the futures. Raises EngineError."""
         futures: dict[int, Future[Any]] = {}
         for sampling, rows in _by_sampling(requests).items():
             prompts = _prompts([requests[row] for row in rows])
-            recorded_rows, recorded = self._journal_of(prompts).find(prompts, sampling)
+            recorded_rows, recorded = self._engine.journal.recorded(prompts.keys).find(prompts, sampling)
             if recorded is not None:
                 for place, result in zip(recorded_rows.tolist(), _results(recorded), strict=True):
                     futures[rows[place]] = Future()
@@ -84,13 +81,6 @@ class CallGenerator:
             if len(done) and self._engine.records:
                 self._engine.journal.add(rollouts.take(done), prompts.take(done), sampling)
         return [results[row] for row in range(len(requests))]
-
-    def _journal_of(self, prompts: Prompts) -> RecordedResponses:
-        """Return the calls that the journal had before this process's first calls of the step with these weights."""
-        name = (int(prompts.keys[0, 0]), self._engine.journal.version)
-        if self._recorded is None or self._recorded[0] != name:
-            self._recorded = name, self._engine.journal.recorded(prompts.keys)
-        return self._recorded[1]
 
 
 def _by_sampling(requests: Sequence[CallRequest]) -> dict[Sampling, list[int]]:

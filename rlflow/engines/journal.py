@@ -11,11 +11,12 @@ Shapes: B samples; [B, 2] are their names: a digest of all but the sample's numb
 
 import json
 import shutil
+import threading
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from io import BytesIO
 from os import SEEK_CUR, fstat
@@ -52,6 +53,9 @@ class Journal:
         """The version of the weights that the engine has now."""
         self._folder, self._role = folder, role
         self._file_name = self._new_file_name()
+        self._known: dict[int, _StepRecords] = {}
+        self._lock = threading.Lock()
+        """Guards ``_known``."""
 
     def add(self, rollouts: Rollouts, samples: Prompts, sampling: Sampling) -> None:
         """Record finished rollouts of these samples, row by row.
@@ -74,12 +78,20 @@ class Journal:
                 self._file_name = self._new_file_name()
 
     def recorded(self, keys: Ints) -> "RecordedResponses":
-        """Return what is recorded at this moment for the steps of samples with these keys, [B, 3]."""
+        """Return what is recorded at this moment for the steps of samples with these keys, [B, 3].
+
+        It reads only what was added since it was last asked about these steps.
+        """
         places: dict[tuple[int, int], tuple[_Record, int]] = {}
-        folders = [_folder(self._folder, step) for step in np.unique(self._steps(keys))] if self._folder else []
-        for file in (file for folder in folders for file in sorted(folder.glob(f"{self._role}-*"))):
-            for names, record in _records(file):
-                places |= {(digest, number): (record, row) for row, (digest, number) in enumerate(names.tolist())}
+        steps = np.unique(self._steps(keys)).tolist() if self._folder else []
+        with self._lock:
+            # Nobody asks about earlier steps again.
+            self._known = {step: known for step, known in self._known.items() if steps and step >= steps[0]}
+            for step in steps:
+                assert self._folder is not None
+                known = self._known.setdefault(step, _StepRecords())
+                known.read_new(_folder(self._folder, step).glob(f"{self._role}-*"))
+                places |= known.places
         return RecordedResponses(self, places)
 
     def _append(self, folder: Path, names: Names, rollouts: Rollouts, samples: Prompts) -> None:
@@ -168,9 +180,26 @@ class _Record:
             return None
 
 
-def _records(path: Path) -> Iterator[tuple[Names, _Record]]:
-    """Yield the names and the place of each record in a file, up to the first that is cut off or damaged."""
+@dataclass
+class _StepRecords:
+    """The records of a step that were found so far."""
+
+    places: dict[tuple[int, int], tuple[_Record, int]] = field(default_factory=dict)
+    ends: dict[Path, int] = field(default_factory=dict)
+    """The end of the last one in each file."""
+
+    def read_new(self, files: Iterable[Path]) -> None:
+        """Find the records that were added since."""
+        for file in sorted(files):
+            for names, record in _records(file, self.ends.get(file, 0)):
+                self.places |= {(digest, number): (record, row) for row, (digest, number) in enumerate(names.tolist())}
+                self.ends[file] = record.start + record.size
+
+
+def _records(path: Path, start: int) -> Iterator[tuple[Names, _Record]]:
+    """Yield the names and the place of each record of a file from ``start``, up to one that is cut off or damaged."""
     with suppress(OSError), path.open("rb") as file:
+        file.seek(start)
         size = fstat(file.fileno()).st_size
         while len(header := file.read(_HEADER.size)) == _HEADER.size:
             count, length, checksum = _HEADER.unpack(header)

@@ -126,6 +126,18 @@ def test_a_file_that_is_cut_off_loses_only_its_last_record(tmp_path: Path) -> No
         assert_same(rollouts, rollouts_of().take(np.arange(2)))
 
 
+def test_records_are_read_once(tmp_path: Path) -> None:
+    """A journal that is asked again reads only what was added: here the first header is destroyed in between."""
+    records, reader = journal_at(tmp_path), journal_at(tmp_path)
+    records.add(rollouts_of().take(np.arange(2)), SAMPLES.take(np.arange(2)), SAMPLING)
+    assert found(reader)[0] == [0, 1]
+    with only_file(tmp_path).open("r+b") as file:
+        file.write(b"\0" * 8)
+    records.add(rollouts_of().take(np.arange(2, 6)), SAMPLES.take(np.arange(2, 6)), SAMPLING)
+    assert found(reader)[0] == [0, 1, 2, 3, 4, 5]
+    assert found(journal_at(tmp_path))[0] == []
+
+
 def test_a_record_with_a_flipped_bit_is_missing(tmp_path: Path) -> None:
     records = journal_at(tmp_path)
     records.add(rollouts_of().take(np.arange(2)), SAMPLES.take(np.arange(2)), SAMPLING)
