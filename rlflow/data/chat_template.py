@@ -6,7 +6,6 @@ nor memory: a few nested loops would keep the run from starting, and a repeated 
 
 import json
 import os
-import resource
 import signal
 import socket
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rlflow.errors import first_line
+from rlflow.system.processes import limit_memory
 
 SECONDS = 10.0
 """Time to render one conversation."""
@@ -76,8 +76,7 @@ def _read(answers: Any, row: int) -> str:
 def _answer(end: socket.socket, render: Callable[[Any], str], conversations: Sequence[Any]) -> NoReturn:
     """Send a line of JSON for each conversation, and exit; the child's part."""
     try:
-        used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_DATA, (used + _MEMORY, used + _MEMORY))
+        limit_memory(_MEMORY)
         for conversation in conversations:
             try:
                 text = render(conversation)

@@ -10,7 +10,6 @@ order.
 
 import os
 import pickle
-import resource
 import socket
 import struct
 import sys
@@ -23,7 +22,7 @@ from typing import Any
 
 from rlflow.errors import EngineError, UserError, first_line
 from rlflow.rewards.base import CallableSpec, Failure, LoadedCallable
-from rlflow.system.processes import become_subreaper, children, descendants, die_with_parent, kill
+from rlflow.system.processes import become_subreaper, children, descendants, die_with_parent, kill, limit_memory
 
 # Bytes that a function may allocate on top of what its worker had when it was forked.
 _MEMORY_LIMIT = 4 * 2**30
@@ -102,9 +101,7 @@ def _run_worker(end: socket.socket, callables: Mapping[str, LoadedCallable], ser
     os.setsid()
     die_with_parent(server)
     become_subreaper()
-    # The columns of statm are pages: total, resident, shared, code, unused, data.
-    data = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_DATA, (data + _MEMORY_LIMIT, data + _MEMORY_LIMIT))
+    limit_memory(_MEMORY_LIMIT)
     with suppress(OSError):
         # Let the kernel kill this process before all others of the host when memory runs out.
         Path("/proc/self/oom_score_adj").write_text("1000")

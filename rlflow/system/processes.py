@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import resource
 import signal
 from contextlib import suppress
 from pathlib import Path
@@ -63,6 +64,13 @@ def kill(pid: int) -> None:
     """Kill a process if it exists."""
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
+
+
+def limit_memory(more: int) -> None:
+    """Let this process allocate at most ``more`` bytes on top of what it has now."""
+    # The columns of statm are pages: total, resident, shared, code, unused, data.
+    limit = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize() + more
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
 def num_usable_cpus() -> int:

@@ -11,7 +11,6 @@ import resource
 import socket
 import sys
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -22,6 +21,7 @@ from rlflow.agents.endpoint.server import Server
 from rlflow.agents.endpoint.service import Service
 from rlflow.agents.messages import OpenEpisode, Ping, pack, receive_messages
 from rlflow.errors import EngineError
+from rlflow.system.processes import limit_memory
 
 # Bytes that requests and templates may allocate on top of what the process has when it starts.
 _MEMORY_LIMIT = 2 * 2**30
@@ -40,9 +40,7 @@ async def serve(end: socket.socket, parent: int) -> None:
         writer.write(pack([str(error)]))
         await writer.drain()
         return
-    # The columns of statm are pages: total, resident, shared, code, unused, data.
-    data = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_DATA, (data + _MEMORY_LIMIT, data + _MEMORY_LIMIT))
+    limit_memory(_MEMORY_LIMIT)
     file_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (file_limit, file_limit))
     runner = web.AppRunner(Server(service, episodes).app, access_log=None, handler_cancellation=True)
