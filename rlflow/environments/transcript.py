@@ -5,8 +5,10 @@ Shapes: B conversations, T tokens of a turn or an answer.
 
 import json
 from base64 import b64decode, b64encode
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -98,42 +100,101 @@ def turn_prompts(keys: Ints, prompt_ids: Sequence[NDArray[np.generic]], transcri
     return Prompts(keys=part_keys(keys, turns), ids=Packed.from_rows(ids, np.int32), rows=({},) * len(ids))
 
 
-def build_conversations(samples: Prompts, transcripts: Sequence[Transcript], temperature: float) -> Conversations:
-    """Return the B conversations about these samples as a batch, complete or not."""
-    pieces = [transcript.all_pieces for transcript in transcripts]
+@dataclass(frozen=True)
+class Piece:
+    """Tokens of the model or of the other side."""
+
+    tokens: PartialResponse
+    turn: int
+    """The number of the model's turn, in the order of the row; -1 for the other side."""
+    segment: int = 0
+
+
+@dataclass(frozen=True)
+class ConversationRow:
+    """A conversation, complete or not, as a row of a batch."""
+
+    pieces: Sequence[Piece]
+    text: str = ""
+    """The model's last complete turn."""
+    finished: bool = False
+    reward: float = 0.0
+    """The sum of all rewards."""
+    turn_rewards: Sequence[float] = ()
+    reason: str = ""
+    """Why the environment failed; empty if it did not."""
+    unfinished: bytes = b""
+    """What an engine needs to resume it besides its tokens; empty if it is done."""
+    prompts: Sequence[NDArray[np.int32]] | None = None
+    """The prompt of each segment. None in all rows where each conversation is one segment about its sample's prompt."""
+    measures: Mapping[str, float] = field(default_factory=dict)
+    turn_seconds: Sequence[float] | None = None
+    """The two times of each turn; None in all rows where nobody measured them."""
+
+
+def build_batch(samples: Prompts, rows: Sequence[ConversationRow], temperature: float) -> Conversations:
+    """Return the B conversations about these samples as a batch."""
 
     def column(name: str, dtype: type[np.generic]) -> Packed:
-        rows = (
-            np.concatenate([getattr(NO_RESPONSE, name), *(getattr(piece, name) for piece in row)]) for row in pieces
-        )
-        return Packed.from_rows(rows, dtype)
+        tokens = ([getattr(piece.tokens, name) for piece in row.pieces] for row in rows)
+        return Packed.from_rows([np.concatenate([getattr(NO_RESPONSE, name), *parts]) for parts in tokens], dtype)
 
+    prompts = [row.prompts for row in rows if row.prompts is not None]
+    seconds = [row.turn_seconds for row in rows if row.turn_seconds is not None]
     return Conversations(
         keys=samples.keys,
-        prompt_ids=samples.ids,
+        prompt_ids=Packed.from_rows([np.concatenate(parts) for parts in prompts], np.int32) if prompts else samples.ids,
         images=samples.images,
         response_ids=column("ids", np.int32),
         logprobs=column("logprobs", np.float32),
         versions=Repeated.from_packed(column("versions", np.int32)),
-        finished=np.array([transcript.finished for transcript in transcripts], np.bool_),
+        finished=np.array([row.finished for row in rows], np.bool_),
         temperature=temperature,
-        texts=tuple(transcript.text for transcript in transcripts),
+        texts=tuple(row.text for row in rows),
         rows=tuple(
-            {**row, "environment_reward": sum(transcript.rewards, 0.0)}
-            for row, transcript in zip(samples.rows, transcripts, strict=True)
+            {**data_row, "environment_reward": row.reward} for data_row, row in zip(samples.rows, rows, strict=True)
         ),
-        turn=Repeated(
-            np.array([-1 if number % 2 else number // 2 for row in pieces for number in range(len(row))], np.int32),
-            np.array([len(piece.ids) for row in pieces for piece in row], np.int64),
-            np.array([len(row) for row in pieces], np.int64),
-        ),
-        turn_rewards=Packed.from_rows([transcript.turn_rewards for transcript in transcripts], np.float32),
-        reasons=np.array([transcript.reason for transcript in transcripts], np.str_),
-        measures=({},) * len(transcripts),
-        unfinished=Packed.from_rows(
-            [np.frombuffer(_rest_of(transcript), np.uint8) for transcript in transcripts], np.uint8
-        ),
+        turn=_runs([[(piece.turn, len(piece.tokens.ids)) for piece in row.pieces] for row in rows]),
+        turn_rewards=Packed.from_rows([row.turn_rewards for row in rows], np.float32),
+        reasons=np.array([row.reason for row in rows], np.str_),
+        measures=tuple(row.measures for row in rows),
+        unfinished=Packed.from_rows([np.frombuffer(row.unfinished, np.uint8) for row in rows], np.uint8),
+        turn_seconds=Packed.from_rows(seconds, np.float32) if seconds else None,
+        prompt_segments=_runs([[*enumerate(map(len, parts))] for parts in prompts]) if prompts else None,
+        response_segments=_runs([_segment_lengths(row) for row in rows]) if prompts else None,
     )
+
+
+def _segment_lengths(row: ConversationRow) -> list[tuple[int, int]]:
+    """Return the number of each segment of a row with its response tokens."""
+    lengths = Counter[int]()
+    for piece in row.pieces:
+        lengths[piece.segment] += len(piece.tokens.ids)
+    return [(number, lengths[number]) for number in range(len(row.prompts or ()))]
+
+
+def _runs(rows: Sequence[Sequence[tuple[int, int]]]) -> Repeated:
+    """Return rows of runs, each a value and its length."""
+    values, lengths = zip(*chain.from_iterable(rows), strict=True) if any(rows) else ((), ())
+    counts = [len(row) for row in rows]
+    return Repeated(np.array(values, np.int32), np.array(lengths, np.int64), np.array(counts, np.int64))
+
+
+def build_conversations(samples: Prompts, transcripts: Sequence[Transcript], temperature: float) -> Conversations:
+    """Return the B conversations about these samples as a batch, complete or not."""
+    rows = [
+        ConversationRow(
+            [Piece(piece, -1 if number % 2 else number // 2) for number, piece in enumerate(transcript.all_pieces)],
+            transcript.text,
+            transcript.finished,
+            sum(transcript.rewards, 0.0),
+            transcript.turn_rewards,
+            transcript.reason,
+            _rest_of(transcript),
+        )
+        for transcript in transcripts
+    ]
+    return build_batch(samples, rows, temperature)
 
 
 def resumed_transcript(response: PartialResponse) -> Transcript:
