@@ -114,7 +114,7 @@ def undisturbed(batches: Sequence[Batch], folder: str) -> list[Any]:
 def disturb(engine: AgentEngine, fault: str, random: Random) -> None:
     """Send a signal to a process of an engine."""
     action, kind = fault.split()
-    workers = children(engine._host._pool._fork_server.pid)
+    workers = children(engine._host._fork_server.pid)
     pid = engine._host._endpoint.pid if kind == "endpoint" else random.choice(workers or [0])
     with suppress(ProcessLookupError):
         if pid:

@@ -29,7 +29,7 @@ class FaultyAgent(Agent):
 
     async def run(self, client: Client, row: Any) -> Outcome:
         """Run one episode."""
-        number, rewards, total = row["number"], dict[str, float](), 0
+        number, total = row["number"], 0
         messages: list[Any] = [{"role": "user", "content": f"begin {number}"}]
         ids = [7, number]
         for turn in range(row["turns"]):
@@ -45,12 +45,12 @@ class FaultyAgent(Agent):
                 message = answer["choices"][0]["message"]
                 messages = [*messages, message, {"role": "user", "content": f"more {turn}"}]
                 total += len(message["content"])
-                rewards[answer["id"]] = turn
+                client.call_rewards[answer["id"]] = turn
             else:
                 ids = [*ids, *answer["choices"][0]["token_ids"], 7]
-                rewards[answer["request_id"]] = turn
+                client.call_rewards[answer["request_id"]] = turn
             await asyncio.sleep(TOOL_S * (number % 3))
-        return Outcome(float(total + len(ids)), rewards)
+        return Outcome(float(total + len(ids)))
 
     async def post(self, client: Client, body: Mapping[str, Any], headers: Mapping[str, str]) -> Any:
         """Call the model."""

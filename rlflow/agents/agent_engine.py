@@ -2,8 +2,9 @@
 
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import replace
 from typing import Any
 from weakref import ref
 
@@ -13,11 +14,12 @@ from numpy.typing import NDArray
 from rlflow.agents.base import Outcome
 from rlflow.agents.episode import Episode
 from rlflow.agents.episode_calls import EndedCall, EpisodeCalls
-from rlflow.agents.host import AgentHost, EndpointDied, WorkerDied
+from rlflow.agents.host import AgentHost, EndpointDied
 from rlflow.agents.messages import Call, CancelCall, Count, EpisodeEnded
 from rlflow.agents.options import AgentOptions
 from rlflow.agents.record import EpisodeRecord
 from rlflow.agents.trajectories import Rollout, build_trajectories
+from rlflow.agents.worker_process import WorkerDied
 from rlflow.batch import Conversations, Packed, Prompts
 from rlflow.engines.base import Sampling, sample_seed
 from rlflow.engines.group_progress import NO_RESPONSE, PartialResponse
@@ -50,18 +52,16 @@ class AgentEngine(SessionEngine):
         self._calls = EpisodeCalls(
             engine, options, self._episodes, lambda answers: self._host.answer(answers), self._receive_call_end
         )
-        handlers = (
-            self._begin,
-            self._count,
-            self._calls.take,
-            self._calls.end,
-            self._calls.cancel,
-            self._end_episodes,
-            self._lose_workers,
-            self._replace_endpoint,
-            self._abort,
-            self._check_limits,
-        )
+        self._handlers: dict[type[Any], Handler] = {
+            Count: self._count,
+            Call: self._calls.take,
+            CancelCall: self._calls.cancel,
+            EpisodeEnded: self._end_episodes,
+            WorkerDied: self._lose_workers,
+            EndpointDied: self._replace_endpoint,
+        }
+        """What handles the messages of the processes beside this one."""
+        handlers = self._begin, self._calls.end, *self._handlers.values(), self._abort, self._check_limits
         self._events = EventThread("agents", handlers, self._call)
         self._host = AgentHost(options, engine.tokenizer, self._receive)  # type: ignore[attr-defined]
         threading.Thread(target=_tick, args=(ref(self),), name="agents' clock", daemon=True).start()
@@ -112,17 +112,8 @@ class AgentEngine(SessionEngine):
 
     def _receive(self, messages: Sequence[Any]) -> None:
         """Post what the processes of this host say; other threads call it."""
-        handlers: dict[type[Any], Handler] = {
-            Count: self._count,
-            Call: self._calls.take,
-            CancelCall: self._calls.cancel,
-            EpisodeEnded: self._end_episodes,
-            WorkerDied: self._lose_workers,
-            EndpointDied: self._replace_endpoint,
-        }
-        for kind, handler in handlers.items():
-            if chosen := [message for message in messages if isinstance(message, kind)]:
-                self._events.post(handler, chosen)
+        for message in messages:
+            self._events.post(self._handlers[type(message)], [message])
 
     def _call(self, handler: Handler, items: list[Any]) -> None:
         try:
@@ -175,30 +166,27 @@ class AgentEngine(SessionEngine):
             episode = self._episodes.get(message.episode)
             if episode is None:
                 continue
-            is_blocked = isinstance(message.outcome, Failure) and message.outcome.kind == "timeout"
-            if (message.outcome is None or is_blocked) and not episode.is_late:
-                assert episode.worker is not None
-                episode.worker.kill()  # it is ending anyway: nothing must start there
             if not episode.is_live:
                 episode.end = message
             elif episode.is_late:
                 self._retry(episode, self._is_late)
-            elif message.outcome is None:
-                self._restart(episode)
             elif isinstance(message.outcome, Failure) and not episode.is_refused:
                 self._retry(episode, message.outcome)
             elif not any(True for _ in episode.record.done_calls()):
                 self._retry(episode, Failure("invalid", "ended without a reply of the model"))
             else:
                 # A program that fails because a limit refused its call is cut there.
-                outcome = message.outcome
-                self._complete(episode, Outcome(finished=False) if isinstance(outcome, Failure) else outcome)
+                outcome = Outcome() if isinstance(message.outcome, Failure) else message.outcome
+                outcome = replace(outcome, finished=outcome.finished and not episode.is_refused)
+                self._complete(episode, outcome, message.call_rewards)
 
-    def _complete(self, episode: Episode, outcome: Outcome | None, reason: str = "") -> None:
+    def _complete(
+        self, episode: Episode, outcome: Outcome | None, call_rewards: Mapping[str, float], reason: str = ""
+    ) -> None:
         self._calls.stop([(episode, name) for name in list(episode.generating)])
         self._leave(episode)
         try:
-            rewards = episode.call_rewards(outcome.call_rewards if outcome else {})
+            rewards = episode.call_rewards(call_rewards)
         except LookupError as error:
             self._retry(episode, Failure("invalid", f"gave a reward to a call that it has not made ({error.args[0]})"))
             return
@@ -218,7 +206,7 @@ class AgentEngine(SessionEngine):
         except (UserError, EngineError) as error:
             self._fail(episode, error)
         else:
-            self._complete(episode, None, reason)
+            self._complete(episode, None, {}, reason)
 
     def _restart(self, episode: Episode) -> None:
         """Start an episode again that is not to blame for its end."""
@@ -267,22 +255,26 @@ class AgentEngine(SessionEngine):
                 episode.worker.stop(episode.name)
 
     def _lose_workers(self, lost: list[WorkerDied]) -> None:
-        """Start the episodes of dead workers again. One that was waiting for the model is not to blame."""
+        """Start the episodes of dead workers again.
+
+        The one that was running is to blame; if it was none, for example because a tool did it, all that did not wait
+        for the model.
+        """
         for death in lost:
             for episode in filter(None, map(self._episodes.get, sorted(death.worker.episodes))):
                 if not episode.is_live:
                     self._leave(episode)
-                elif episode.waiting:
+                elif episode.waiting or death.running not in ("", episode.name):
                     self._restart(episode)
+                elif episode.is_late or death.is_blocked:
+                    self._retry(episode, self._is_late)
                 else:
-                    died = Failure("died", f"ended its process ({death.end})")
-                    self._retry(episode, self._is_late if episode.is_late else died)
+                    self._retry(episode, Failure("died", f"ended its process ({death.end})"))
 
     def _replace_endpoint(self, lost: list[EndpointDied]) -> None:
         """Start another endpoint, and all episodes again. They are answered from their records."""
-        if all(death.number != self._host.num_endpoints for death in lost):
+        if not self._host.replace_endpoint(lost):
             return
-        self._host.replace_endpoint()
         for episode in list(self._episodes.values()):
             if episode.is_live:
                 self._restart(episode)

@@ -4,10 +4,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from rlflow.rewards.base import Row
+from rlflow.rewards.base import MAX_FLOAT32, Row
 from rlflow.schema import Section
+
+if TYPE_CHECKING:
+    from aiohttp import ClientSession
+
+LIMIT_CODES = {"context": "context_length_exceeded", "calls": "rlflow_limit_reached", "ended": "rlflow_limit_reached"}
+"""The code of the answer to a call that is refused, by the reason."""
 
 Message = Mapping[str, Any]
 """A message of a chat in OpenAI's form: ``role``, ``content``, and maybe ``tool_calls`` or ``tool_call_id``."""
@@ -46,8 +52,6 @@ class Outcome:
 
     reward: float = 0.0
     """The reward at its end."""
-    call_rewards: Mapping[str, float] = field(default_factory=dict)
-    """Further rewards of single calls, by the ids of their replies."""
     finished: bool = True
     """False where a limit of the recipe cut the episode."""
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -88,18 +92,24 @@ class WorkerBrokenError(Exception):
     """A worker process can run no more episodes: an agent raises it to have the process replaced."""
 
 
-class Client(Protocol):
+class Client:
     """The model, as one episode sees it. Other libraries reach it with ``base_url`` and ``api_key``."""
 
-    base_url: str
-    """The address for OpenAI's clients, ``http://127.0.0.1:PORT/v1``."""
-    api_key: str
-    model: str
-    """The model's name for requests."""
-    seed: int
-    """A number that follows from the run's seed and the sample, the same in each attempt."""
-    random: Random
-    """Random numbers from this seed."""
+    def __init__(self, service: ModelService, api_key: str, seed: int, http: "ClientSession") -> None:
+        """Use the connections of ``http``."""
+        self._url, self._turn_tokens, self._http = service.url, service.model.turn_tokens, http
+        self._last_reply = ""
+        self.base_url = f"{service.url}/v1"
+        """The address for OpenAI's clients."""
+        self.api_key = api_key
+        self.model = service.model.name
+        """The model's name for requests."""
+        self.seed = seed
+        """A number that follows from the run's seed and the sample, the same in each attempt."""
+        self.random = Random(seed)
+        """Random numbers from this seed."""
+        self.call_rewards: dict[str, float] = {}
+        """The rewards given so far, by the ids of the replies."""
 
     async def chat(
         self,
@@ -110,15 +120,44 @@ class Client(Protocol):
         stop: Sequence[str] = (),
     ) -> ChatReply:
         """Return the model's reply. ``tools`` are functions in OpenAI's form. Raises LimitReachedError."""
+        options = {"tools": list(tools), "stop": list(stop), "max_tokens": max_tokens}
+        body = {"messages": list(messages), **{name: value for name, value in options.items() if value}}
+        answer = await self._post("/v1/chat/completions", body)
+        choice = answer["choices"][0]
+        message = {name: value for name, value in choice["message"].items() if value is not None}
+        return ChatReply(answer["id"], message, choice["finish_reason"] != "length")
 
     async def generate(self, ids: Sequence[int], *, max_tokens: int | None = None) -> TokenReply:
         """Return the model's reply to tokens. Raises LimitReachedError."""
+        parameters = {"max_tokens": self._turn_tokens if max_tokens is None else max_tokens}
+        body = {"token_ids": list(ids), "sampling_params": parameters}
+        answer = await self._post("/inference/v1/generate", body)
+        choice = answer["choices"][0]
+        return TokenReply(answer["request_id"], choice["token_ids"], choice["finish_reason"] != "length")
 
     def give_reward(self, reward: float) -> None:
-        """Add a reward to the last call."""
+        """Add a reward to the last call. Raises ValueError for one that cannot be stored."""
+        total = self.call_rewards.get(self._last_reply, 0.0) + float(reward)
+        if not abs(total) <= MAX_FLOAT32:
+            raise ValueError(f"{reward} is no reward")
+        self.call_rewards[self._last_reply] = total
 
     async def set_name(self, name: str) -> None:
         """Have requests with the worker's key and this ``X-Session-ID`` count as this episode's."""
+        headers = {"Authorization": f"Bearer {self.api_key}"}
+        async with self._http.put(f"{self._url}/rlflow/name", json={"name": name}, headers=headers) as response:
+            response.raise_for_status()
+
+    async def _post(self, path: str, body: Mapping[str, Any]) -> Any:
+        headers = {"Authorization": f"Bearer {self.api_key}"}
+        async with self._http.post(self._url + path, json={"model": self.model, **body}, headers=headers) as response:
+            answer = await response.json()
+        if response.status != 200:
+            error = answer.get("error", {})
+            is_limit = error.get("code") in LIMIT_CODES.values()
+            raise (LimitReachedError if is_limit else ValueError)(error.get("message", f"status {response.status}"))
+        self._last_reply = answer.get("id") or answer["request_id"]
+        return answer
 
 
 @dataclass

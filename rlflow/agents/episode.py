@@ -13,7 +13,7 @@ from rlflow.agents.call_generator import CallRequest
 from rlflow.agents.messages import EpisodeEnded
 from rlflow.agents.record import CallName, EpisodeRecord, call_key
 from rlflow.agents.trajectories import Rollout
-from rlflow.agents.worker_pool import AgentWorker
+from rlflow.agents.worker_process import AgentWorker
 from rlflow.engines.base import Sampling
 from rlflow.rewards.base import Row
 
@@ -46,7 +46,7 @@ class Episode:
     idle_since: float = 0.0
     """The time of its start, the last answer, or its interruption."""
     is_refused: bool = False
-    """A limit of the recipe has refused a call of this attempt."""
+    """A limit of the recipe has refused the last call of this attempt."""
     measures: Counter[str] = field(default_factory=Counter)
 
     @property

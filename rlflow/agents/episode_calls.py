@@ -55,7 +55,7 @@ class EpisodeCalls:
                 episode.is_refused = True
                 answers.append(refusal)
                 continue
-            record.used[name] = None
+            record.used[name], episode.is_refused = None, False
             recorded = record.calls.get(name, RecordedCall())
             limit = min(call.max_tokens, self._options.turn_tokens, self._options.max_tokens - len(ids))
             now = time.monotonic()

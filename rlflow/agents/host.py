@@ -1,7 +1,9 @@
 """The processes beside an engine: its endpoint, and the workers in which agents run."""
 
+import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from secrets import token_hex
 from shutil import rmtree
@@ -13,22 +15,16 @@ from rlflow.agents.endpoint.process import Endpoint
 from rlflow.agents.messages import CloseEpisode, EpisodeEnded, OpenEpisode, Refusal, Reply, StartEpisode
 from rlflow.agents.options import AgentOptions
 from rlflow.agents.worker import AgentSpec
-from rlflow.agents.worker_pool import AgentWorker, WorkerPool
+from rlflow.agents.worker_process import AgentWorker
 from rlflow.errors import EngineError
 from rlflow.rewards.base import Row
+from rlflow.rewards.workers import ForkServer
 from rlflow.system.processes import num_own_cpus
 
 # Endpoints that may die between two episodes that end, before the engine gives up.
 _MAX_ENDPOINTS = 20
-
-
-@dataclass(frozen=True)
-class WorkerDied:
-    """A worker process has ended."""
-
-    worker: AgentWorker
-    end: str
-    """The way in which it ended."""
+# How often a worker is started until one gets ready.
+_MAX_STARTS = 3
 
 
 @dataclass(frozen=True)
@@ -37,19 +33,22 @@ class EndpointDied:
 
     number: int
     """Its number among those of this engine."""
+    reason: str
 
 
 class AgentHost:
-    """The endpoint and the workers of one engine, which end with it. One thread calls the methods."""
+    """The endpoint and the workers of one engine, which end with it. One thread calls the methods.
+
+    Workers start on first use, and one that has died is replaced on the next.
+    """
 
     def __init__(self, options: AgentOptions, tokenizer: Any, receive: Callable[[Sequence[Any]], None]) -> None:
-        """Start the endpoint. Raises RecipeError and EngineError.
+        """Start the endpoint, and load the agent in a fork server. Raises RecipeError and EngineError.
 
         Other threads call the method ``receive`` with messages of the endpoint and the workers, and with deaths of
         these, as long as there is its object.
         """
-        receive = _weak(receive)
-        self._receive = receive
+        self._receive = _weak(receive)
         folder = mkdtemp(prefix="rlflow-agents-")
         self._remove_folder = weakref.finalize(self, rmtree, folder, ignore_errors=True)
         tokenizer.save_pretrained(folder)
@@ -58,17 +57,16 @@ class AgentHost:
         self.num_endpoints = self._num_lost = 0
         self._endpoint = self._start_endpoint()
         spec = AgentSpec(options.environment, options.options, options.timeout_s)
-
-        # The threads of this host hold what they call: none may hold the host.
-        def receive_death(worker: AgentWorker, end: str) -> None:
-            receive([WorkerDied(worker, end)])
-
-        self._pool = WorkerPool(spec, options.processes or num_own_cpus(), receive, receive_death)
+        spec.load(spec.environment)
+        self._fork_server = ForkServer({spec.environment: spec})
+        # Threads that read from workers hold the fork server.
+        self._stop_workers = weakref.finalize(self, self._fork_server.stop)
+        self._workers: list[AgentWorker | None] = [None] * (options.processes or num_own_cpus())
 
     def start(self, prefix: str, row: Row, seed: int) -> tuple[str, AgentWorker]:
         """Start an episode; return a name of its own with this prefix, and its worker. Raises EngineError."""
         name, token = f"{prefix}-{token_hex(6)}", token_hex(32)
-        worker = self._pool.next_worker(lambda: ModelService(self._endpoint.url, token_hex(32), self._model))
+        worker = self._next_worker()
         self._endpoint.send([OpenEpisode(name, token, worker.key)])
         worker.start(StartEpisode(name, token, row, seed))
         return name, worker
@@ -92,33 +90,65 @@ class AgentHost:
     def note_ends(self, ended: Sequence[EpisodeEnded]) -> None:
         """Take note of what workers say about their episodes."""
         for message in ended:
-            self._pool.forget(message.episode)
+            for worker in filter(None, self._workers):
+                worker.forget(message.episode)
             if isinstance(message.outcome, Outcome):
                 self._num_lost = 0
 
     def check(self) -> bool:
         """Kill processes that hang, and return whether the endpoint has answered lately."""
-        self._pool.check()
+        now = time.monotonic()
+        for worker in filter(None, self._workers):
+            worker.check(now)
         return self._endpoint.check()
 
     def stop(self) -> None:
         """End all processes."""
-        self._pool.stop()
+        self._stop_workers()
         self._endpoint.stop()
         self._remove_folder()
 
-    def replace_endpoint(self) -> None:
-        """Start another endpoint, and other workers for those that call the dead one. Raises EngineError."""
+    def replace_endpoint(self, lost: Sequence[EndpointDied]) -> bool:
+        """Start another endpoint, and other workers for those that call the dead one. Raises EngineError.
+
+        Returns False if the dead one is replaced already.
+        """
+        if all(death.number != self.num_endpoints for death in lost):
+            return False
         self._num_lost += 1
         if self._num_lost >= _MAX_ENDPOINTS:
-            raise EngineError(f"agents: the endpoint has died {self._num_lost} times before an episode ended.")
+            times = f"{self._num_lost} times before an episode ended"
+            raise EngineError(f"agents: the endpoint has died {times}, last with: {lost[-1].reason}.")
         self._endpoint = self._start_endpoint()
-        self._pool.restart()
+        for worker in filter(None, self._workers):
+            worker.kill()
+        self._workers = [None] * len(self._workers)
+        return True
 
     def _start_endpoint(self) -> Endpoint:
         self.num_endpoints += 1
+        # Its threads hold what they call: none may hold this object.
         number, receive = self.num_endpoints, self._receive
-        return Endpoint(self._model, receive, lambda reason: receive([EndpointDied(number)]))
+        return Endpoint(self._model, receive, lambda reason: receive([EndpointDied(number, reason)]))
+
+    def _next_worker(self) -> AgentWorker:
+        """Return the worker with the fewest episodes. Raises EngineError."""
+        loads = [len(worker.episodes) if worker and not worker.has_died else 0 for worker in self._workers]
+        number = loads.index(min(loads))
+        worker = self._workers[number]
+        if worker is None or worker.has_died:
+            worker = self._workers[number] = self._start_worker()
+        return worker
+
+    def _start_worker(self) -> AgentWorker:
+        for _ in range(_MAX_STARTS - 1):
+            with suppress(EngineError):  # it was not ready in time, or was killed before
+                return self._fork_worker()
+        return self._fork_worker()
+
+    def _fork_worker(self) -> AgentWorker:
+        service = ModelService(self._endpoint.url, token_hex(32), self._model)
+        return AgentWorker(self._fork_server, service, self._receive)
 
 
 def _weak(method: Callable[[Sequence[Any]], None]) -> Callable[[Sequence[Any]], None]:

@@ -6,8 +6,8 @@ The first frame to an endpoint has its ModelSpec, and the first one to a worker 
 
 import pickle
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Any, Literal
 
 from rlflow.agents.base import Outcome
@@ -122,8 +122,9 @@ class EpisodeEnded:
     """Worker to engine: the outcome of an episode, or why there is none."""
 
     episode: str
-    outcome: Outcome | Failure | None
-    """None for an episode that has lost its worker because of another one."""
+    outcome: Outcome | Failure
+    call_rewards: Mapping[str, float] = field(default_factory=dict)
+    """The rewards of single calls, by the ids of their replies."""
 
 
 def pack(messages: Sequence[Any]) -> bytes:

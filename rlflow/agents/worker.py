@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from math import isfinite
 from typing import Any, ClassVar
 
-from rlflow.agents.base import Agent, LimitReachedError, ModelService, Outcome, WorkerBrokenError
+from rlflow.agents.base import Agent, Client, LimitReachedError, ModelService, Outcome, WorkerBrokenError
 from rlflow.agents.load import load_agent
 from rlflow.agents.messages import EpisodeEnded, StartEpisode, StopEpisode, pack, receive_messages
+from rlflow.agents.running import EPISODE, RunningEpisode
 from rlflow.errors import first_line
 from rlflow.rewards.base import MAX_FLOAT32, Failure, LoadedCallable
 
@@ -61,7 +61,9 @@ class _Worker:
 
         reader, self._writer = await asyncio.open_connection(sock=end)
         (self._service,) = await receive_messages(reader)
-        threading.Thread(target=self._watch, args=(asyncio.get_running_loop(), end), daemon=True).start()
+        self._running, loop = RunningEpisode(self._service.model.tokenizer), asyncio.get_running_loop()
+        loop.set_task_factory(self._running.create_task)
+        threading.Thread(target=self._watch, args=(loop,), daemon=True).start()
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
         # Replies take as long as they take: the engine knows of slow ones.
         limits = aiohttp.ClientTimeout(total=None, connect=60)
@@ -82,33 +84,29 @@ class _Worker:
             return Failure("unavailable", f"does not start ({first_line(error)})")
         return None
 
-    def _watch(self, loop: asyncio.AbstractEventLoop, end: socket.socket) -> None:
-        """End the process if an agent blocks the event loop, and say which one: the work of a thread."""
+    def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        """End the process if an agent blocks the event loop: the work of a thread."""
         while True:
             has_answered = threading.Event()
             with suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(has_answered.set)
-            if has_answered.wait(self._limit_s):
-                time.sleep(self._limit_s / 4)
-                continue
-            task = asyncio.current_task(loop)
-            blocking = task.get_name() if task is not None else ""
-            late = Failure("timeout", f"kept its worker busy for longer than its timeout_s of {self._limit_s:g} s")
-            ends = [EpisodeEnded(name, late if name == blocking else None) for name in list(self._episodes)]
-            # Otherwise this would cut off messages that the loop is still sending.
-            if blocking in self._episodes and not self._writer.transport.get_write_buffer_size():
-                os.write(end.fileno(), pack(ends))
-            os._exit(1)
+            if not has_answered.wait(self._limit_s):
+                self._running.mark_as_blocking()
+                os._exit(1)
+            time.sleep(self._limit_s / 4)
 
     def _start(self, message: StartEpisode, failure: Failure | None) -> None:
-        task = asyncio.create_task(self._run(message, failure), name=message.episode)
-        self._episodes[message.episode] = task
+        EPISODE.set(message.episode)
+        self._episodes[message.episode] = asyncio.create_task(self._run(message, failure))
 
     async def _run(self, message: StartEpisode, failure: Failure | None) -> None:
+        client = Client(self._service, message.token, message.seed, self._http)
         outcome: Outcome | Failure = failure or Failure("raised", "was cancelled")
         try:
             if failure is None:
-                outcome = await self._outcome(message)
+                outcome = _outcome(await self._agent.run(client, message.row))
+        except LimitReachedError:
+            outcome = Outcome(finished=False)
         except asyncio.CancelledError:
             pass  # by the engine, which waits for the message that follows, or by the agent itself
         except WorkerBrokenError as error:
@@ -117,19 +115,15 @@ class _Worker:
         except BaseException as error:  # an agent may raise anything, SystemExit included
             outcome = Failure("raised", f"failed ({first_line(error)})")
         del self._episodes[message.episode]
-        self._writer.write(pack([EpisodeEnded(message.episode, outcome)]))
+        self._writer.write(pack([EpisodeEnded(message.episode, outcome, client.call_rewards)]))
         with suppress(ConnectionError):  # the engine has ended
             await self._writer.drain()
 
-    async def _outcome(self, message: StartEpisode) -> Outcome | Failure:
-        from rlflow.agents.client import HttpClient
 
-        client = HttpClient(self._service, message, self._http)
-        try:
-            outcome = client.outcome(await self._agent.run(client, message.row))
-        except LimitReachedError:
-            outcome = client.outcome(0.0, finished=False)
-        numbers = (outcome.reward, *outcome.call_rewards.values(), *outcome.metrics.values())
-        if not all(isfinite(number) and abs(number) <= MAX_FLOAT32 for number in numbers):
-            return Failure("invalid", f"gave {outcome.reward} as its reward, or such a number with it")
+def _outcome(result: Outcome | float) -> Outcome | Failure:
+    """Return what an agent returned as an outcome, unless it has numbers that cannot be stored."""
+    outcome = result if isinstance(result, Outcome) else Outcome(float(result))
+    numbers = (outcome.reward, *outcome.metrics.values())
+    if all(abs(number) <= MAX_FLOAT32 for number in numbers):
         return outcome
+    return Failure("invalid", f"gave {outcome.reward} as its reward, or such a number with it")

@@ -5,10 +5,9 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any
 
+from rlflow.agents.base import LIMIT_CODES
 from rlflow.agents.endpoint.errors import ApiError
 from rlflow.agents.messages import Call, CancelCall, Count, Refusal, Reply, pack, receive_messages
-
-_CODES = {"context": "context_length_exceeded", "calls": "rlflow_limit_reached", "ended": "rlflow_limit_reached"}
 
 
 class EngineLink:
@@ -34,7 +33,7 @@ class EngineLink:
         finally:
             del self._open[number]
         if isinstance(answer, Refusal):
-            raise ApiError(answer.text, code=_CODES[answer.reason])
+            raise ApiError(answer.text, code=LIMIT_CODES[answer.reason])
         return answer
 
     def count(self, episode: str, name: str) -> None:

@@ -72,7 +72,7 @@ def _last_line(output: bytes) -> str:
 def _outcome(line: str) -> Outcome:
     try:
         result = json.loads(line)
-        return Outcome(float(result["reward"]), {}, bool(result.get("finished", True)), result.get("metrics", {}))
+        return Outcome(float(result["reward"]), bool(result.get("finished", True)), result.get("metrics", {}))
     except (ValueError, TypeError, KeyError):
         shown = line[:_LONGEST_REASON]
         raise ValueError(f"the last line of its output is no JSON with a reward: {shown!r}") from None

@@ -9,6 +9,7 @@ from typing import Any
 from rlflow.agents.base import (
     Agent,
     ChatReply,
+    Client,
     LimitReachedError,
     Message,
     ModelService,
@@ -20,7 +21,7 @@ from rlflow.agents.base import (
 SERVICE = ModelService("http://127.0.0.1:9", "key", ModelSpec("folder", "policy", 4096, 256))
 
 
-class ScriptedClient:
+class ScriptedClient(Client):
     """A client that answers with texts, tool calls, or what a function makes of the messages."""
 
     base_url = "http://127.0.0.1:9/v1"

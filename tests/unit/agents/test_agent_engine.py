@@ -131,8 +131,7 @@ def test_a_failed_episode_is_tried_again_and_answered_from_the_record(fault: str
     batch = run(engine, rows)
     assert (tmp_path / "1").read_text() == ".."
     assert model.calls == 6, "nothing is generated twice"
-    assert batch.measures[1]["retries"] == 1
-    assert fault == "exit" or [measures["retries"] for measures in batch.measures] == [0, 1, 0]
+    assert [measures["retries"] for measures in batch.measures] == [0, 1, 0]
     assert batch.metrics()["tool_s"] == 0.25
     fresh = tmp_path / "fresh"
     fresh.mkdir()

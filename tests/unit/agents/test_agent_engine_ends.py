@@ -26,8 +26,17 @@ async def fail_at_the_limit(client: Client, row: Row) -> float:
     try:
         while True:
             await client.chat([{"role": "user", "content": "go on"}])
+            client.give_reward(0.25)
     except LimitReachedError as error:
         raise RuntimeError("the library has no answer") from error
+
+
+async def go_on_after_a_limit(client: Client, row: Row) -> float:
+    """Ask too much, and then less."""
+    with suppress(LimitReachedError):
+        await client.chat([{"role": "user", "content": "go on" * 200}])
+    await client.chat([{"role": "user", "content": "go on"}])
+    return 1.0
 
 
 async def fail_at_once(client: Client, row: Row) -> float:
@@ -53,11 +62,17 @@ def rollouts(function: str, **row: str) -> Any:
 
 
 @pytest.mark.slow
-def test_a_program_that_fails_at_a_limit_is_cut_and_not_tried_again() -> None:
+def test_a_program_that_fails_at_a_limit_is_cut_and_keeps_its_rewards() -> None:
     ended = rollouts("fail_at_the_limit")
     assert not np.any(ended.finished)
+    assert ended.turn_rewards.values.tolist() == [0.25] * 4
     assert [dict(measures)["retries"] for measures in ended.measures] == [0, 0]
     assert list(ended.reasons) == ["", ""]
+
+
+@pytest.mark.slow
+def test_a_program_that_asks_for_less_after_a_limit_is_not_cut() -> None:
+    assert np.all(rollouts("go_on_after_a_limit").finished)
 
 
 @pytest.mark.slow

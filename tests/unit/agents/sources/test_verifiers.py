@@ -10,16 +10,16 @@ from typing import Any
 import aiohttp
 import pytest
 
-from rlflow.agents.base import ModelService, Outcome
-from rlflow.agents.client import HttpClient
+from rlflow.agents.base import Client, ModelService, Outcome
 from rlflow.agents.load import load_agent
 from rlflow.agents.messages import Call, Refusal, StartEpisode
 from rlflow.agents.worker import AgentSpec
-from rlflow.agents.worker_pool import WorkerPool
+from rlflow.agents.worker_process import AgentWorker
 from rlflow.data.loading import load_rows
 from rlflow.engines.causal_lm.new_tokenizers import new_tokenizer
 from rlflow.errors import RecipeError
 from rlflow.recipe import Data, Model
+from rlflow.rewards.workers import ForkServer
 from tests.unit.agents.endpoint.conftest import ScriptedEngine, ids_of, show, words
 from tests.unit.agents.scripted import ScriptedClient, play
 
@@ -81,9 +81,9 @@ def run(
         agent = load_agent(name, options)
         service = ModelService(engine.endpoint.url, "worker", engine.model)
         await agent.open(service)
-        starts = [StartEpisode(*engine.open("worker"), row, 0) for row in rows]
+        keys = [engine.open("worker")[1] for _ in rows]
         async with aiohttp.ClientSession() as http:
-            running = [agent.run(HttpClient(service, start, http), start.row) for start in starts]
+            running = [agent.run(Client(service, key, 0, http), row) for key, row in zip(keys, rows, strict=True)]
             try:
                 return await asyncio.gather(*running, return_exceptions=True)
             finally:
@@ -180,8 +180,8 @@ def test_episodes_run_in_a_worker_that_is_forked_after_the_import(engine: Script
     ended: SimpleQueue[Any] = SimpleQueue()
     engine.answer = lambda call: words("4")
     row = {"task": {"idx": 3, "prompt": "3+1?", "answer": 4}}
-    pool = WorkerPool(AgentSpec(SUMS, {}, 60.0), 1, ended.put, lambda worker, end: ended.put(end))
-    worker = pool.next_worker(lambda: ModelService(engine.endpoint.url, "worker", engine.model))
+    fork_server = ForkServer({SUMS: AgentSpec(SUMS, {}, 60.0)})
+    worker = AgentWorker(fork_server, ModelService(engine.endpoint.url, "worker", engine.model), ended.put)
     for _ in range(4):
         worker.start(StartEpisode(*engine.open("worker"), row, 0))
     outcomes = [message.outcome for _ in range(4) for message in ended.get(timeout=60)]
