@@ -61,7 +61,13 @@ class AgentEngine(SessionEngine):
             EndpointDied: self._replace_endpoint,
         }
         """What handles the messages of the processes beside this one."""
-        handlers = self._begin, self._calls.end, *self._handlers.values(), self._abort, self._check_limits
+        handlers: list[Handler] = [
+            self._begin,
+            self._calls.end,
+            *self._handlers.values(),
+            self._abort,
+            self._check_limits,
+        ]
         self._events = EventThread("agents", handlers, self._call)
         self._host = AgentHost(options, engine.tokenizer, self._receive)  # type: ignore[attr-defined]
         threading.Thread(target=_tick, args=(ref(self),), name="agents' clock", daemon=True).start()
