@@ -60,7 +60,7 @@ class AgentEngine(SessionEngine):
             WorkerDied: self._lose_workers,
             EndpointDied: self._replace_endpoint,
         }
-        """What handles the messages of the processes beside this one."""
+        """The handlers of messages from the processes beside this one."""
         handlers: list[Handler] = [
             self._begin,
             self._calls.end,

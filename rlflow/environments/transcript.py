@@ -124,7 +124,7 @@ class ConversationRow:
     reason: str = ""
     """Why the environment failed; empty if it did not."""
     unfinished: bytes = b""
-    """What an engine needs to resume it besides its tokens; empty if it is done."""
+    """The bytes that an engine needs to resume it, besides its tokens; empty if it is done."""
     prompts: Sequence[NDArray[np.int32]] | None = None
     """The prompt of each segment. None in all rows where each conversation is one segment about its sample's prompt."""
     measures: Mapping[str, float] = field(default_factory=dict)
