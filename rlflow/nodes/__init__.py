@@ -6,7 +6,7 @@ Data goes through the room in this order:
    the model.
 2. ``scoring`` computes logprobs, values and rewards of them by models, ``reward`` rewards by functions.
 3. ``reward_shaping`` subtracts penalties (``kl``); ``dynamic_sampling`` selects prompts.
-4. ``advantages``, ``turns`` and ``critic`` turn rewards into advantages.
+4. ``advantages``, ``advantage_by_part``, ``turns`` and ``critic`` turn rewards into advantages.
 5. ``policy_update``, ``policy_variants``, ``policy_gates`` and ``policy_covariance`` (loss: ``policy_loss``),
    ``critic``, ``preference``, ``preference_free`` and ``sft`` train, in ``minibatches``.
 
@@ -14,6 +14,7 @@ Data goes through the room in this order:
 """
 
 from rlflow.nodes import (
+    advantage_by_part,
     advantages,
     agent,
     critic,
@@ -32,6 +33,6 @@ from rlflow.nodes import (
     turns,
 )
 
-__all__ = ["advantages", "agent", "critic", "dynamic_sampling", "generate", "policy_covariance", "policy_gates"]
-__all__ += ["policy_update", "policy_variants", "preference", "preference_free", "reward", "reward_shaping", "scoring"]
-__all__ += ["sft", "turns"]
+__all__ = ["advantage_by_part", "advantages", "agent", "critic", "dynamic_sampling", "generate", "policy_covariance"]
+__all__ += ["policy_gates", "policy_update", "policy_variants", "preference", "preference_free", "reward"]
+__all__ += ["reward_shaping", "scoring", "sft", "turns"]
