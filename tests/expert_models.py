@@ -32,24 +32,24 @@ LATENT = {
 }
 
 
-def config(name: str) -> Any:
+def config(name: str, head_dim: int = 16) -> Any:
     import transformers
 
     if name == "qwen3_moe":
-        return transformers.Qwen3MoeConfig(**SHARED, head_dim=16, num_experts=NUM_EXPERTS, norm_topk_prob=True)
+        return transformers.Qwen3MoeConfig(**SHARED, head_dim=head_dim, num_experts=NUM_EXPERTS, norm_topk_prob=True)
     if name == "mixtral":
         return transformers.MixtralConfig(**SHARED, num_local_experts=NUM_EXPERTS)
     return transformers.DeepseekV3Config(**(SHARED | LATENT))
 
 
-def save_model(folder: Path, name: str) -> Model:
-    """Write a model to a folder."""
+def save_model(folder: Path, name: str, head_dim: int = 16) -> Model:
+    """Write a model to a folder. vLLM on CPUs has no kernels for the small ``head_dim``."""
     import torch
     from transformers import AutoModelForCausalLM
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(config(name)).save_pretrained(folder)
+        AutoModelForCausalLM.from_config(config(name, head_dim)).save_pretrained(folder)
     new_tokenizer(MODEL).save_pretrained(folder)
     return Model(path=str(folder), dtype="float32")
 

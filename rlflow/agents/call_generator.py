@@ -3,13 +3,14 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlflow.batch import Packed, Prompts, Rollouts
+from rlflow.batch.routing import pack_routing
 from rlflow.engines.base import Sampling
 from rlflow.engines.group_progress import PartialResponse
 from rlflow.engines.serving.sessions import SessionEngine
@@ -26,6 +27,8 @@ class CallRequest:
     partial: PartialResponse
     """The tokens that are generated already."""
     sampling: Sampling
+    num_routed: int = 0
+    """The first tokens of the prompt whose experts are known from an earlier call."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,7 @@ class CallGenerator:
                 continue
             prompts = _prompts([requests[row] for row in new])
             rollouts = self._engine.rollouts(prompts, [responses[row] for row in new], sampling)
+            rollouts = _without_known_routing(rollouts, [requests[row].num_routed for row in new])
             is_done = [responses[row].is_done for row in new]
             results |= dict(zip(new, _results(rollouts, is_done), strict=True))
             done = np.flatnonzero(is_done)
@@ -96,6 +100,14 @@ def _prompts(requests: Sequence[CallRequest]) -> Prompts:
         ids=Packed.from_rows([request.prompt_ids for request in requests], np.int32),
         rows=({},) * len(requests),
     )
+
+
+def _without_known_routing(rollouts: Rollouts, num_known: Sequence[int]) -> Rollouts:
+    """Return the rollouts without the experts of the first tokens: a long history is in the prompts of many calls."""
+    routing = rollouts.routing
+    if routing is None:
+        return rollouts
+    return replace(rollouts, routing=pack_routing([routing[row][number:] for row, number in enumerate(num_known)]))
 
 
 def _results(rollouts: Rollouts, is_done: Sequence[bool] | None = None) -> list[CallResult]:

@@ -59,7 +59,8 @@ class Episode:
         call = self.record.calls[name]
         assert call.prompt_ids is not None
         sampling = replace(self.sampling, max_tokens=call.limit, turns=None, group_size=1)
-        return CallRequest(call_key(self.key, name), call.prompt_ids, call.result.reply, sampling)
+        num_routed = self.record.num_routed(call.prompt_ids)
+        return CallRequest(call_key(self.key, name), call.prompt_ids, call.result.reply, sampling, num_routed)
 
     def begin_attempt(self, name: str, worker: AgentWorker, now: float) -> None:
         """Take note of an attempt with a fresh environment."""

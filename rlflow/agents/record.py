@@ -8,13 +8,14 @@ arrive, and an agent that starts again is answered from the record as long as it
 import json
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlflow.agents.call_generator import CallResult
+from rlflow.batch.routing import split_routing
 from rlflow.engines.group_progress import NO_RESPONSE, PartialResponse
 
 _NOT_BEGUN = CallResult(NO_RESPONSE, finished=False, is_done=False, text="")
@@ -74,6 +75,16 @@ class EpisodeRecord:
         """Yield the calls of this attempt that are done, in the order in which they were first asked."""
         return (call for name, call in self.calls.items() if name in self.used and call.result.is_done)
 
+    def num_routed(self, prompt_ids: NDArray[np.int32]) -> int:
+        """Return of how many tokens of a prompt the experts are known, from the longest call that it continues."""
+        prompt = prompt_ids.tobytes()
+        sequences = (
+            np.concatenate([call.prompt_ids, call.ids])
+            for call in self.done_calls()
+            if call.result.reply.routing is not None and call.prompt_ids is not None
+        )
+        return max((len(ids) - 1 for ids in sequences if prompt.startswith(ids.tobytes())), default=0)
+
     @property
     def length(self) -> int:
         """Return the number of sampled tokens in this attempt."""
@@ -85,7 +96,7 @@ class EpisodeRecord:
         Those of earlier attempts are among them: this attempt may have to ask them again.
         """
         calls = [
-            [*name, len(call.ids), call.result.finished, call.result.is_done, call.result.text]
+            [*name, len(call.ids), _num_records(call), call.result.finished, call.result.is_done, call.result.text]
             for name, call in self.calls.items()
         ]
         return json.dumps({"calls": calls}).encode()
@@ -99,10 +110,18 @@ class EpisodeRecord:
         calls = json.loads(partial.conversation)["calls"]
         ends = np.cumsum([length for _, _, length, *_ in calls], dtype=np.int64)
         columns = (np.split(column, ends)[:-1] for column in (partial.ids, partial.logprobs, partial.versions))
-        for (digest, number, _, finished, is_done, text), *reply in zip(calls, *columns, strict=True):
-            result = CallResult(PartialResponse(*reply), finished, is_done, text)
+        routing = split_routing(partial.routing, [num_records for _, _, _, num_records, *_ in calls])[:-1]
+        replies = zip(*columns, strict=True)
+        for (digest, number, _, _, finished, is_done, text), records, reply in zip(
+            calls, routing, replies, strict=True
+        ):
+            result = CallResult(replace(PartialResponse(*reply), routing=records), finished, is_done, text)
             record.calls[digest, number] = RecordedCall(result)
         return record
+
+
+def _num_records(call: RecordedCall) -> int:
+    return 0 if call.result.reply.routing is None else len(call.result.reply.routing)
 
 
 def call_key(sample_key: NDArray[np.int64], name: CallName) -> NDArray[np.int64]:

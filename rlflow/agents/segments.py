@@ -23,6 +23,8 @@ class Segment:
     """The numbers of the calls."""
     context: tuple[Ids, ...]
     """The tokens of each call's prompt that are no part of the call before: for the first the whole prompt."""
+    parent: int | None = None
+    """The call of another segment whose sequence the first prompt begins with, if there is one."""
 
 
 def segments_of(calls: Sequence[tuple[Ids, Ids]]) -> list[Segment]:
@@ -31,23 +33,25 @@ def segments_of(calls: Sequence[tuple[Ids, Ids]]) -> list[Segment]:
     sequences = [prompt + reply.tobytes() for prompt, (_, reply) in zip(prompts, calls, strict=True)]
     longest_first = sorted(range(len(calls)), key=lambda number: -len(sequences[number]))
     children: dict[int, list[int]] = {}
+    parents: dict[int, int] = {}
     for number, prompt in enumerate(prompts):
         for earlier in longest_first:
             if prompt.startswith(sequences[earlier]):
                 children.setdefault(earlier, []).append(number)
+                parents[number] = earlier
                 break
     following = {
         number: min(continuing, key=lambda child: (blake2b(sequences[child]).digest(), child))
         for number, continuing in children.items()
     }
     firsts = sorted(set(range(len(calls))) - set(following.values()))
-    return [_segment(calls, first, following) for first in firsts]
+    return [_segment(calls, first, following, parents.get(first)) for first in firsts]
 
 
-def _segment(calls: Sequence[tuple[Ids, Ids]], first: int, following: dict[int, int]) -> Segment:
+def _segment(calls: Sequence[tuple[Ids, Ids]], first: int, following: dict[int, int], parent: int | None) -> Segment:
     numbers, context = [first], [calls[first][0]]
     while (next_number := following.get(numbers[-1])) is not None:
         prompt, reply = calls[numbers[-1]]
         context.append(calls[next_number][0][len(prompt) + len(reply) :])
         numbers.append(next_number)
-    return Segment(tuple(numbers), tuple(context))
+    return Segment(tuple(numbers), tuple(context), parent)

@@ -8,8 +8,9 @@ from numpy.typing import NDArray
 
 from rlflow.agents.base import Outcome
 from rlflow.agents.record import EpisodeRecord, RecordedCall
-from rlflow.agents.segments import segments_of
+from rlflow.agents.segments import Segment, segments_of
 from rlflow.batch import Conversations, Prompts
+from rlflow.batch.routing import Routing, extend_routing, join_routing
 from rlflow.engines.group_progress import PartialResponse
 from rlflow.environments.transcript import ConversationRow, Piece, build_batch
 
@@ -51,7 +52,9 @@ def _row(sample_ids: Ids, rollout: Rollout) -> ConversationRow:
     if not rollout.is_done:
         # Only an engine that goes on reads it: the replies one after another, without what was between them.
         replies = [Piece(call.result.reply, turn) for turn, call in enumerate(record.calls.values())]
-        return ConversationRow(replies, unfinished=record.to_bytes(), prompts=[sample_ids], turn_seconds=())
+        routing = join_routing(piece.tokens.routing for piece in replies)
+        rest = record.to_bytes()
+        return ConversationRow(replies, unfinished=rest, prompts=[sample_ids], turn_seconds=(), routing=routing)
     calls, end = list(record.done_calls()), outcome.reward if outcome else 0.0
     segments = segments_of([(_prompt_of(call), call.ids) for call in calls])
     # A response has at least one token. Nobody trains on this one, because it failed.
@@ -74,7 +77,27 @@ def _row(sample_ids: Ids, rollout: Rollout) -> ConversationRow:
         prompts=[segment.context[0] for segment in segments] or [sample_ids],
         measures=rollout.measures,
         turn_seconds=[seconds for call in order for seconds in (calls[call].wait_s, calls[call].reply_s)],
+        routing=_routing(calls, segments),
     )
+
+
+def _routing(calls: Sequence[RecordedCall], segments: Sequence[Segment]) -> Routing | None:
+    """Return the experts of all segments, as far as they are known without a gap."""
+    before: dict[int, int | None] = {}
+    for segment in segments:
+        before |= dict(zip(segment.calls, (segment.parent, *segment.calls), strict=False))
+    known: dict[int | None, Routing | None] = {None: None}
+    for number in sorted(before, key=lambda number: len(_prompt_of(calls[number]))):
+        end = len(_prompt_of(calls[number])) + len(calls[number].ids) - 1
+        known[number] = extend_routing(known[before[number]], calls[number].result.reply.routing, end)
+    parts: list[Routing] = []
+    for segment in segments:
+        last = segment.calls[-1]
+        routing = known[last]
+        parts += [] if routing is None else [routing]
+        if routing is None or len(routing) < len(_prompt_of(calls[last])) + len(calls[last].ids) - 1:
+            break
+    return join_routing(parts)
 
 
 def _context(ids: Ids, version: int) -> PartialResponse:

@@ -50,11 +50,13 @@ class Batch:
     def concatenate(cls, parts: Sequence[Self]) -> Self:
         """Return all rows of the parts in order. Fields that describe the whole batch come from the first part.
 
-        All parts have the same class, which may be a subclass.
+        All parts have the same class, which may be a subclass. A packed field that is None in some parts has empty rows
+        there.
         """
         if len(parts) == 1:
             return parts[0]
-        fields = {name: _concatenate([getattr(part, name) for part in parts]) for name in vars(parts[0])}
+        counts = [len(part) for part in parts]
+        fields = {name: _concatenate([getattr(part, name) for part in parts], counts) for name in vars(parts[0])}
         return type(parts[0])(**fields)
 
     @classmethod
@@ -91,15 +93,21 @@ def _take(value: Any, rows: Rows) -> Any:
     return tuple(value[row] for row in rows) if isinstance(value, Sequence) else value
 
 
-def _concatenate(values: Sequence[Any]) -> Any:
-    first = values[0]
+def _concatenate(values: Sequence[Any], counts: Sequence[int]) -> Any:
+    first = next((value for value in values if value is not None), None)
+    if isinstance(first, Packed):
+        none = np.zeros(0, np.int64)
+        values = [
+            first.take(none).spread(none, count) if value is None else value
+            for value, count in zip(values, counts, strict=True)
+        ]
     assert all((value is None) == (first is None) for value in values), "a column is missing in some parts"
     if isinstance(first, np.ndarray):
         return np.concatenate(values)
     if isinstance(first, Packed):
         return Packed.concatenate(values)
     if isinstance(first, Mapping):
-        return {name: _concatenate([value[name] for value in values]) for name in first}
+        return {name: _concatenate([value[name] for value in values], counts) for name in first}
     if all(isinstance(value, Records) for value in values):
         return Records.concatenate(values)
     return tuple(item for value in values for item in value) if isinstance(first, Sequence) else first

@@ -21,10 +21,13 @@ _PASSED_ON = ("prompt_ids", "rows")
 _SMALL = ("turn_rewards", "unfinished")
 
 
-def graph_edges(graph: Graph, tasks: tuple[Task, ...], text_bytes: float) -> tuple[Edge, ...]:
+def graph_edges(
+    graph: Graph, tasks: tuple[Task, ...], text_bytes: float, routing_bytes: Mapping[str, int]
+) -> tuple[Edge, ...]:
     """Return the edges of the data, then those of the nodes in their order. Metrics and keys count as no bytes.
 
-    ``text_bytes`` is the expected size of a token as text.
+    ``text_bytes`` is the expected size of a token as text, and ``routing_bytes`` that of its experts, by the role that
+    generates it.
     """
     by_node = {task.node: task for task in tasks}
     edges = []
@@ -35,10 +38,14 @@ def graph_edges(graph: Graph, tasks: tuple[Task, ...], text_bytes: float) -> tup
     for node in graph.nodes:
         if node.name in by_node and not issubclass(output := node.operation.output(), Metrics):
             readers = tuple(dict.fromkeys(_readers(graph, node.name)))
-            ragged, numbers = _output_bytes(output, by_node[node.name], text_bytes)
+            task = by_node[node.name]
+            ragged, numbers = _output_bytes(output, task, text_bytes)
+            routing = task.tokens * routing_bytes.get(str(node.role), 0) if task.kind == "generate" else 0.0
+            stored = ragged + routing
             # Numbers come to the controller.
-            role = node.role or (by_node[node.name].hosts_of if ragged else None)
-            edges.append(Edge(name=node.name, role=role, bytes=ragged + numbers, stored=ragged, readers=readers))
+            role = node.role or (task.hosts_of if ragged else None)
+            size = stored + numbers
+            edges.append(Edge(name=node.name, role=role, bytes=size, stored=stored, routing=routing, readers=readers))
     return tuple(edges)
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from rlflow.compiler.edges import graph_edges
 from rlflow.compiler.graph import Graph
-from rlflow.compiler.models import WEIGHT_BYTES, models_in_use, role_architecture, training_memory
+from rlflow.compiler.models import WEIGHT_BYTES, models_in_use, role_architecture, routing_bytes, training_memory
 from rlflow.compiler.tasks import evaluation_tasks, step_tasks
 from rlflow.engines.registry import engine_kind
 from rlflow.recipe import Recipe
@@ -34,7 +34,7 @@ def lower(recipe: Recipe, graph: Graph) -> Requirements:
             Demand(
                 role=name,
                 engine=role.engine,
-                parallel=engine_kind(role.engine).parallel,
+                parallel=_ways_to_be_parallel(recipe, graph, name),
                 job="train" if name in trained else "serve" if "Generates" in capabilities else "score",
                 architecture=role_architecture(recipe, graph, name),
                 dtype=model.dtype,
@@ -49,14 +49,21 @@ def lower(recipe: Recipe, graph: Graph) -> Requirements:
         WeightSync(source=role.follows, target=name) for name, role in sorted(recipe.roles.items()) if role.follows
     )
     tasks = step_tasks(recipe, graph)
+    routing = {name: routing_bytes(recipe, graph, name) for name in recipe.roles}
     workload = Workload(
         tasks=tasks,
         weight_syncs=syncs,
-        edges=graph_edges(graph, tasks, _text_bytes(recipe)),
+        edges=graph_edges(graph, tasks, _text_bytes(recipe), routing),
         evaluation=evaluation_tasks(recipe, graph, tasks),
         ahead=_ahead(recipe, graph),
     )
     return Requirements(demands=tuple(demands), workload=workload)
+
+
+def _ways_to_be_parallel(recipe: Recipe, graph: Graph, role: str) -> frozenset[str]:
+    """Return the ways of the role's engine. Pipeline stages of an engine do not know each other's experts."""
+    ways = engine_kind(recipe.roles[role].engine).parallel
+    return ways - {"pipeline"} if routing_bytes(recipe, graph, role) else ways
 
 
 def _ahead(recipe: Recipe, graph: Graph) -> Ahead | None:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
+from rlflow.batch.routing import record_bytes
 from rlflow.compiler.graph import Graph
 from rlflow.compiler.wire import wire
 from rlflow.engines.registry import engine_kind
@@ -22,6 +23,33 @@ def training_memory(role: Role, model: Model) -> TrainingMemory:
         return replace(memory, trains_vision=role.train != "language")
     # Frozen weights are in the model's type.
     return replace(memory, lora=role.lora, weights=WEIGHT_BYTES[model.dtype])
+
+
+def replays_routing(recipe: Recipe, graph: Graph, role: str) -> bool:
+    """Return whether a role trains with the experts that another one used, or is the one that records them.
+
+    Reference models, critics and reward models choose their own experts.
+    """
+    trained = recipe.roles[role].follows or role
+    heads = graph.capabilities(trained) & {"Values", "Evaluates"}
+    architecture = model_architecture(recipe.models[recipe.roles[trained].model])
+    has_experts = architecture is None or architecture.num_experts is not None
+    if not recipe.roles[trained].routing_replay or not has_experts or heads or trained not in graph.trained_roles():
+        return False
+    samplers = [
+        name
+        for name, other in recipe.roles.items()
+        if other.follows == trained and "Generates" in graph.capabilities(name)
+    ]
+    return role in samplers or (role == trained and bool(samplers))
+
+
+def routing_bytes(recipe: Recipe, graph: Graph, role: str) -> int:
+    """Return the bytes of the experts of a token that a role generates; 0 where nobody replays them."""
+    model = model_architecture(recipe.models[recipe.roles[role].model])
+    if model is None or not model.num_experts or not replays_routing(recipe, graph, role):
+        return 0
+    return record_bytes(model.num_experts, model.num_sparse_layers, model.num_experts_per_tok or 1)
 
 
 def role_architecture(recipe: Recipe, graph: Graph, role: str) -> Architecture | None:

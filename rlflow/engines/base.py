@@ -299,6 +299,8 @@ class EngineKind:
     """The extra that installs its library. An engine that has one runs in a process of its own."""
     check_package: Callable[[], None] = lambda: None
     """Raises the library's error if its installation does not work although it can be imported."""
+    routing_replay: bool = False
+    """It records the experts of the tokens that it generates, or uses recorded ones where it trains."""
     concurrent: bool = False
     """True for a ``SessionEngine``: it batches the samples of several callers, and generates while it receives more."""
     training_memory: TrainingMemories = field(

@@ -153,6 +153,7 @@ _TRAINING_MEMORY = replace(TORCH_TRAINING["bfloat16"], weights=4, optimizer=8)
 
 ENGINE = EngineKind(
     engine=FsdpEngine,
+    routing_replay=True,
     parallel=frozenset({"data", "sequence", "tensor", "expert", "replicate"}),
     training_memory={"float32": TORCH_TRAINING["float32"], "bfloat16": _TRAINING_MEMORY},
     sends_weights_by=ALL_TRANSPORTS,

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from rlflow.batch import Conversations, Packed, Prompts, Repeated, Rollouts
+from rlflow.batch.routing import Routing
 from rlflow.engines.base import Sampling
 from rlflow.errors import EngineError
 
@@ -29,6 +30,8 @@ class PartialResponse:
     versions: NDArray[np.int32]
     conversation: bytes = b""
     """The rest of the conversation that they are (``Conversations.unfinished``); empty for other responses."""
+    routing: Routing | None = None
+    """The experts of tokens, at most from the first token of the prompt to the last but one of these."""
 
 
 NO_RESPONSE = PartialResponse(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32))
@@ -110,10 +113,11 @@ class GroupProgress:
 
     def _partial_response(self, row: int) -> PartialResponse:
         assert self.partial is not None
-        columns = (self.partial.response_ids[row], self.partial.logprobs[row], self.partial.versions[row])
-        if isinstance(self.partial, Conversations):
-            return PartialResponse(*columns, self.partial.unfinished[row].tobytes())
-        return PartialResponse(*columns)
+        partial = self.partial
+        unfinished = partial.unfinished[row].tobytes() if isinstance(partial, Conversations) else b""
+        routing = None if partial.routing is None else partial.routing[row]
+        columns = (partial.response_ids[row], partial.logprobs[row], partial.versions[row])
+        return PartialResponse(*columns, unfinished, routing)
 
     def merge(self, parts: Sequence[Rollouts]) -> Rollouts | None:
         """Return ``partial`` with its samples replaced by those in ``parts``, in the order of keys; None if empty."""

@@ -118,6 +118,7 @@ def _make_master(weight: "Parameter", dtype: "torch.dtype") -> "Parameter":
 ENGINE = EngineKind(
     engine=TorchEngine,
     parallel=frozenset({"sequence"}),
+    routing_replay=True,
     training_memory=TORCH_TRAINING,
     sends_weights_by=ALL_TRANSPORTS,
 )

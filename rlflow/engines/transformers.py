@@ -1,6 +1,6 @@
 """The transformers engine: generates and scores with a model of the transformers library, in this process."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -8,9 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlflow.batch import Logprobs, Packed, Prompts, Repeated, Rollouts, Sequences
+from rlflow.batch.routing import pack_routing
 from rlflow.engines.base import TORCH_TRAINING, EngineKind, EngineSpec, Sampling, sample_seed
 from rlflow.engines.causal_lm.adapters import add_adapters, trained_weights, transfer_name
-from rlflow.engines.causal_lm.decoding import decode
+from rlflow.engines.causal_lm.decoding import NewTokens, decode
 from rlflow.engines.causal_lm.micro_batches import build_micro_batches, restore_order
 from rlflow.engines.causal_lm.pretrained import load_model, load_tokenizer, merge_end_ids
 from rlflow.engines.causal_lm.token_outputs import token_scores
@@ -41,11 +42,14 @@ class TransformersEngine(TunableEngine, ProfiledEngine):
     def __init__(self, spec: EngineSpec) -> None:
         import torch
 
+        from rlflow.engines.causal_lm.routing import Routers
+
         self._spec, self.seed = spec, spec.seed
         self._model = load_model(spec, dtype=getattr(torch, spec.model.dtype))
         add_adapters(self._model, spec)
         self.tokenizer = load_tokenizer(spec.model_name, spec.model)
         self._vision = create_vision(spec, self._model.config, self.tokenizer)
+        self._routers = Routers.of(self._model) if spec.routing_replay else None
         self._end_ids = merge_end_ids(self._model.generation_config.eos_token_id, self.tokenizer.eos_token_id)
         self._version: int | None = 0
         self.journal = Journal(spec.journal, spec.role)
@@ -67,23 +71,21 @@ class TransformersEngine(TunableEngine, ProfiledEngine):
                 continue
             batch_prompts = prompts.take(np.arange(batch.first_prompt, batch.first_prompt + batch.num_prompts))
             batch_sampling = replace(sampling, group_size=batch.num_samples)
-            new = decode(self._model, batch_prompts, batch_sampling, seeds[first:end], self._end_ids, self._vision)
-            scores = np.concatenate(new.logprobs)
-            parts.append(self._build_rollouts(members, sampling, new.ids, scores, new.finished))
+            new = decode(
+                self._model,
+                batch_prompts,
+                batch_sampling,
+                seeds[first:end],
+                self._end_ids,
+                self._vision,
+                self._routers,
+            )
+            parts.append(self._build_rollouts(members, sampling, new))
             self.journal.add(parts[-1], members, sampling)
         return Rollouts.concatenate(parts)
 
-    def _build_rollouts(
-        self,
-        samples: Prompts,
-        sampling: Sampling,
-        ids: Sequence[NDArray[np.int32]],
-        scores: NDArray[np.float32],
-        finished: NDArray[np.bool_],
-    ) -> Rollouts:
-        """Return the rollouts of the new tokens ``ids`` with logprobs ``scores``."""
-        response_ids = Packed.from_rows(ids, np.int32)
-        logprobs = response_ids.like(scores)
+    def _build_rollouts(self, samples: Prompts, sampling: Sampling, new: NewTokens) -> Rollouts:
+        response_ids = Packed.from_rows(new.ids, np.int32)
         versions = Repeated(np.full(len(response_ids), self._version, np.int32), response_ids.lengths)
         responses = [response_ids[row] for row in range(len(samples))]
         return Rollouts(
@@ -91,12 +93,13 @@ class TransformersEngine(TunableEngine, ProfiledEngine):
             prompt_ids=samples.ids,
             images=samples.images,
             response_ids=response_ids,
-            logprobs=logprobs,
+            logprobs=response_ids.like(np.concatenate(new.logprobs)),
             versions=versions,
             temperature=sampling.scoring_temperature,
-            finished=finished,
+            finished=new.finished,
             texts=tuple(self.tokenizer.batch_decode(responses, skip_special_tokens=True)),
             rows=samples.rows,
+            routing=None if new.routing is None else pack_routing(new.routing),
         )
 
     def _check_version(self) -> None:
@@ -143,6 +146,7 @@ class TransformersEngine(TunableEngine, ProfiledEngine):
 
 ENGINE = EngineKind(
     engine=TransformersEngine,
+    routing_replay=True,
     training_memory=TORCH_TRAINING,
     receives_weights_by=frozenset({"object_store"}),
 )

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from rlflow.batch import Packed, Prompts, Repeated, Rollouts
 from rlflow.batch.images import images_of
+from rlflow.batch.routing import Routing, pack_routing, to_records
 from rlflow.engines.base import ALL_TRANSPORTS, EngineKind, EngineSpec, Sampling, sample_seed
-from rlflow.engines.causal_lm.pretrained import load_tokenizer, merge_end_ids
+from rlflow.engines.causal_lm.pretrained import count_experts, load_tokenizer, merge_end_ids
 from rlflow.engines.group_progress import NO_RESPONSE, PartialResponse, prepend_partial
 from rlflow.engines.journal import Journal
 from rlflow.engines.serving.activity import EngineActivity
@@ -67,17 +68,40 @@ class VllmEngine(SessionEngine):
             check_model(spec, config)
             self._expected = ExpectedWeights.of(config, spec)
             self._vision = create_vision(spec, config, self.tokenizer)
+            self._num_experts = count_experts(config) if spec.routing_replay else 0
             self._end_ids = merge_end_ids(load_end_ids(folder, config), self.tokenizer.eos_token_id)
             arguments = engine_arguments(spec, folder, config, self._expected.adapted_layers)
             self._max_model_len: int = arguments["max_model_len"]
             try:
-                self._batcher = Batcher(spec.role, lambda: _start_vllm(arguments, self._never_sampled))
+                self._batcher = Batcher(
+                    spec.role, lambda: self._start(arguments), self._read_routing if self._num_experts else None
+                )
             except UserError:
                 raise
             except Exception as error:
                 raise EngineError(f"role {spec.role}: vLLM does not start ({first_line(error)}).") from error
         self._max_num_seqs = spec.max_num_seqs
         self._cache_tokens = self._batcher.call(_count_cache_tokens)
+
+    def _start(self, arguments: dict[str, Any]) -> Any:
+        from vllm import LLMEngine
+        from vllm.engine.arg_utils import EngineArgs
+
+        engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        _on_ranks(engine, "prepare_sampler", self._never_sampled)
+        replace_logprobs(_append_logprobs)
+        if self._num_experts:
+            self._sparse_layers: list[int] = _on_ranks(engine, "prepare_routing", self._num_experts)[0]
+        return engine
+
+    def _read_routing(self, engine: Any, outputs: Sequence[Any]) -> Sequence[Routing | None]:
+        """Return the experts of requests that are at their end. All ranks have used the same."""
+        if self._spec.device == "cpu":
+            names = [output.request_id for output in outputs]
+            routing: list[Routing | None] = _on_ranks(engine, "take_routing", names)[0] if names else []
+            return routing
+        experts = [output.outputs[0].routed_experts for output in outputs]
+        return [None if x is None else to_records(x[:, self._sparse_layers], self._num_experts) for x in experts]
 
     @property
     def capacity(self) -> tuple[int, int]:
@@ -178,6 +202,7 @@ class VllmEngine(SessionEngine):
             texts=tuple(texts),
             rows=samples.rows,
             images=samples.images,
+            routing=pack_routing([response.routing for response in responses]),
         )
 
     def take_activity(self) -> list[EngineActivity]:
@@ -285,16 +310,6 @@ def _check_package() -> None:
         raise ImportError(f"its compiled kernels do not load with torch {torch.__version__}")
 
 
-def _start_vllm(arguments: dict[str, Any], never_sampled: list[int]) -> Any:
-    from vllm import LLMEngine
-    from vllm.engine.arg_utils import EngineArgs
-
-    engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
-    _on_ranks(engine, "prepare_sampler", never_sampled)
-    replace_logprobs(_append_logprobs)
-    return engine
-
-
 def _append_logprobs(processor: Any, output: Any) -> None:
     """Append the logprobs of a request's new tokens, without the ranks and texts that vLLM adds in Python.
 
@@ -325,5 +340,6 @@ ENGINE = EngineKind(
     package="vllm",
     check_package=_check_package,
     concurrent=True,
+    routing_replay=True,
     receives_weights_by=ALL_TRANSPORTS,
 )

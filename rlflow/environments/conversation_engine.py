@@ -125,7 +125,8 @@ class ConversationEngine(SessionEngine):
             if response.is_done:
                 self._exchange.add_turn(conversation.transcript, turns, row)
             else:
-                conversation.transcript.interrupted_turn = piece_of(turns, row)
+                transcript = conversation.transcript
+                transcript.interrupted_turn = transcript.without_known_routing(piece_of(turns, row))
         self._continue(conversations)
 
     def _take_answers(self, conversations: list[_Conversation]) -> None:

@@ -7,7 +7,7 @@ import json
 from base64 import b64decode, b64encode
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 import numpy as np
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from rlflow.batch import Conversations, Prompts, Rollouts
 from rlflow.batch.packed import Packed, Repeated
+from rlflow.batch.routing import Routing, join_routing, pack_routing, split_routing
 from rlflow.batch.segments import part_keys
 from rlflow.engines.group_progress import NO_RESPONSE, PartialResponse
 
@@ -67,7 +68,7 @@ class Transcript:
 
     def add_turn(self, turn: PartialResponse, text: str) -> None:
         """Add a complete turn of the model."""
-        self.pieces.append(turn)
+        self.pieces.append(self.without_known_routing(turn))
         self.text, self.interrupted_turn = text, NO_RESPONSE
 
     def add_answer(self, ids: Sequence[int]) -> None:
@@ -75,6 +76,11 @@ class Transcript:
         tokens, version = np.asarray(ids, np.int32), self.pieces[-1].versions[-1]
         zeros = np.zeros(len(tokens), np.float32)
         self.pieces.append(PartialResponse(tokens, zeros, np.full(len(tokens), version, np.int32)))
+
+    def without_known_routing(self, turn: PartialResponse) -> PartialResponse:
+        """Return a turn without the experts of the tokens that were read before, which the pieces have already."""
+        known = sum(len(piece.routing) for piece in self.pieces if piece.routing is not None)
+        return turn if turn.routing is None else replace(turn, routing=turn.routing[known:])
 
     @property
     def all_pieces(self) -> list[PartialResponse]:
@@ -84,7 +90,8 @@ class Transcript:
 
 def piece_of(turns: Rollouts, row: int) -> PartialResponse:
     """Return a copy of one row, so that the arrays of the whole batch can be freed."""
-    return PartialResponse(turns.response_ids[row].copy(), turns.logprobs[row].copy(), turns.versions[row].copy())
+    columns = (turns.response_ids[row].copy(), turns.logprobs[row].copy(), turns.versions[row].copy())
+    return PartialResponse(*columns, routing=None if turns.routing is None else turns.routing[row].copy())
 
 
 def turn_prompts(keys: Ints, prompt_ids: Sequence[NDArray[np.generic]], transcripts: Sequence[Transcript]) -> Prompts:
@@ -130,6 +137,8 @@ class ConversationRow:
     measures: Mapping[str, float] = field(default_factory=dict)
     turn_seconds: Sequence[float] | None = None
     """The two times of each turn; None in all rows where nobody measured them."""
+    routing: Routing | None = None
+    """The experts of its tokens, as in ``Sequences.routing``."""
 
 
 def build_batch(samples: Prompts, rows: Sequence[ConversationRow], temperature: float) -> Conversations:
@@ -162,6 +171,7 @@ def build_batch(samples: Prompts, rows: Sequence[ConversationRow], temperature: 
         turn_seconds=Packed.from_rows(seconds, np.float32) if seconds else None,
         prompt_segments=_runs([[*enumerate(map(len, parts))] for parts in prompts]) if prompts else None,
         response_segments=_runs([_segment_lengths(row) for row in rows]) if prompts else None,
+        routing=pack_routing([row.routing for row in rows]),
     )
 
 
@@ -191,6 +201,7 @@ def build_conversations(samples: Prompts, transcripts: Sequence[Transcript], tem
             transcript.turn_rewards,
             transcript.reason,
             _rest_of(transcript),
+            routing=join_routing(piece.routing for piece in transcript.all_pieces),
         )
         for transcript in transcripts
     ]
@@ -205,7 +216,11 @@ def resumed_transcript(response: PartialResponse) -> Transcript:
     saved = json.loads(response.conversation.removeprefix(_WITH_PICKLE))
     ends = np.cumsum(saved["lengths"], dtype=np.int64)
     columns = (np.split(column, ends) for column in (response.ids, response.logprobs, response.versions))
-    *pieces, interrupted_turn = (PartialResponse(*parts) for parts in zip(*columns, strict=True))
+    routing = split_routing(response.routing, saved["routed"])
+    *pieces, interrupted_turn = (
+        replace(PartialResponse(*parts), routing=records)
+        for parts, records in zip(zip(*columns, strict=True), routing, strict=True)
+    )
     # Only a conversation with the prefix may hold a pickle, because checkpoints refuse the prefix.
     state = b64decode(saved["state"]) if pickled else saved["state"]
     return Transcript(pieces, interrupted_turn, saved["text"], state, saved["rewards"])
@@ -218,6 +233,7 @@ def _rest_of(transcript: Transcript) -> bytes:
     state = transcript.state
     rest = {
         "lengths": [len(piece.ids) for piece in transcript.pieces],
+        "routed": [0 if piece.routing is None else len(piece.routing) for piece in transcript.pieces],
         "text": transcript.text,
         "state": b64encode(state).decode() if isinstance(state, bytes) else state,
         "rewards": transcript.rewards,

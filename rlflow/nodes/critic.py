@@ -4,7 +4,7 @@ Shapes: B rollouts, T response tokens, of all rollouts together or of a micro-ba
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
@@ -207,7 +207,7 @@ class ValueUpdate(Node, kind="value_update", unit="batch"):
             rollouts, values, advantages = rollouts.take(known), values.take(known), advantages.take(known)
         steps = train(
             engine,
-            rollouts,
+            replace(rollouts, routing=None),  # a critic chooses its own experts
             {"old_values": values.values, "returns": advantages.returns},
             ValueLoss(clip_eps=self.clip_eps),
             OptimizerSteps(num_minibatches=self.num_minibatches, num_epochs=self.num_epochs),

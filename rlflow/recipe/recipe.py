@@ -95,6 +95,9 @@ class Role(Resources):
     train: TrainedParts = "language"
     """The parts of a vision-language model that are trained: ``language``, ``all``, or a list of ``language``,
     ``tower`` and ``projector``."""
+    routing_replay: bool = True
+    """Train a mixture of experts with the experts that its sampler used for each token, which differ for some tokens
+    from those that the trained model would choose (R3). Models without experts ignore it."""
 
 
 @dataclass(frozen=True, kw_only=True)

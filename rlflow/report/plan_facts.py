@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from rich.table import Table
 from rich.text import Text
 
+from rlflow.compiler.models import routing_bytes
 from rlflow.compiler.plan import Plan, format_duration
 from rlflow.compiler.problem import Problem
 from rlflow.compiler.what_if import cost_of_pins, gain_of_overlap, largest_sizes
@@ -34,6 +35,8 @@ def facts(plan: Plan, width: int, *, explain: bool) -> Table:
     if line := describe_host_memory(plan):
         table.add_row("host memory", line)
     table.add_row("data", describe_data(plan))
+    for line in describe_routing(plan):
+        table.add_row("routing", line)
     for label, line in _answers(plan) if explain else ():
         table.add_row(label, line)
     for limit in prediction.limits[: None if explain else 1]:
@@ -100,6 +103,13 @@ def describe_data(plan: Plan) -> str:
     fullest = max(data.store_peak_gib, key=lambda host: data.store_peak_gib[host])
     moved = f"{format_size(sum(data.edges.values()))} per step ({largest} {format_size(data.edges[largest])})"
     return f"{moved}, object store peak {format_size(data.store_peak_gib[fullest] * GIB)} ({fullest})"
+
+
+def describe_routing(plan: Plan) -> Iterator[str]:
+    """Yield which roles train with the experts of their samplers."""
+    for name, role in plan.recipe.roles.items():
+        if role.follows and (size := routing_bytes(plan.recipe, plan.graph, name)):
+            yield f"{role.follows} replays the experts that {name} used, {size} B for each token"
 
 
 def _alternatives(plan: Plan, *, explain: bool) -> Iterator[str]:

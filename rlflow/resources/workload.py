@@ -78,6 +78,8 @@ class Edge:
     """Expected size, without columns that it passes on from another edge."""
     stored: float
     """The part of ``bytes`` in object stores; numbers for each sample stay with the controller."""
+    routing: float = 0.0
+    """The part of ``bytes`` that is the experts of tokens, which only the trained role reads that replays them."""
     readers: tuple[str, ...]
     """Nodes that need it, including those that read what other nodes pass on."""
 

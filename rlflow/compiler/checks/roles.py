@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from rlflow.compiler.graph import Graph
+from rlflow.compiler.models import routing_bytes
 from rlflow.engines.base import choose_head
 from rlflow.engines.registry import engine_kind, engine_names
 from rlflow.errors import GraphError, RecipeError, did_you_mean
@@ -48,6 +49,7 @@ def check_roles(recipe: Recipe, graph: Graph) -> None:
             fact = f"'{name}' is never trained, so it has no optimizer state"
             raise GraphError(f"{path}.offload", fact, fix=f"{path}.offload=auto, or weights")
         _check_lora(recipe, graph, name, role)
+        _check_routing(recipe, graph, name)
         if role.train != "language" and (role.lora is not None or name not in graph.trained_roles()):
             why = "adapters are in the language part alone" if role.lora else "the role is never trained"
             raise GraphError(f"roles.{name}.train", why, fix="remove it")
@@ -111,6 +113,22 @@ def _check_lora(recipe: Recipe, graph: Graph, name: str, role: Role) -> None:
     else:
         return
     raise GraphError(f"{path}.lora", fact, fix=fix)
+
+
+def _check_routing(recipe: Recipe, graph: Graph, name: str) -> None:
+    """Check that a sampler can record the experts of its tokens, and a trained role use them."""
+    if not routing_bytes(recipe, graph, name):
+        return
+    role = recipe.roles[name]
+    option = f"roles.{role.follows or name}.routing_replay"
+    if not engine_kind(role.engine).routing_replay:
+        known = [engine for engine in engine_names() if engine_kind(engine).routing_replay]
+        what = "tell the experts of a token" if role.follows else "use the experts of the sampler"
+        fact = f"'{role.engine}' cannot {what}, which {option} needs"
+        raise GraphError(f"roles.{name}.engine", fact, known=known, fix=f"one of the known engines, or {option}=false")
+    if role.follows and role.pipeline_parallel_size not in ("auto", 1):
+        path, fact = f"roles.{name}.pipeline_parallel_size", f"stages do not know all experts, which {option} needs"
+        raise GraphError(path, fact, fix=f"{path}=1, or {option}=false")
 
 
 def _check_follows(recipe: Recipe, name: str, leader: str, trained: list[str]) -> None:

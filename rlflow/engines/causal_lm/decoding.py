@@ -3,7 +3,8 @@
 Shapes: P prompts, G group size, B sequences (P x G), V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlflow.batch import Packed, Prompts
+from rlflow.batch.routing import Routing
 from rlflow.engines.base import Sampling
-from rlflow.engines.causal_lm.packing import pack
+from rlflow.engines.causal_lm.packing import Stream, pack
 from rlflow.engines.causal_lm.token_outputs import place_images, rotary_positions
 
 if TYPE_CHECKING:
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from rlflow.engines.causal_lm.attention import CacheLayout
+    from rlflow.engines.causal_lm.routing import Routers
     from rlflow.engines.vision.passes import Vision
 
 
@@ -32,6 +35,8 @@ class NewTokens:
     logprobs: list[NDArray[np.float32]]
     finished: NDArray[np.bool_]
     """[B]: True for each sequence that ended with an end token."""
+    routing: "list[Routing] | None" = None
+    """The experts of each sequence's tokens but the last, those of its prompt included. None if nobody asked."""
 
 
 def decode(
@@ -41,8 +46,9 @@ def decode(
     seeds: Sequence[int],
     end_ids: Sequence[int],
     vision: "Vision | None" = None,
+    routers: "Routers | None" = None,
 ) -> NewTokens:
-    """Generate ``group_size`` responses to each of P prompts.
+    """Generate ``group_size`` responses to each of P prompts, and record the experts that ``routers`` choose.
 
     A sequence's random draws depend on its own entry of ``seeds`` [B] alone. Tokens that stand for media are never
     sampled, because a pass could not tell them from images.
@@ -50,8 +56,9 @@ def decode(
     import torch
 
     device, batch = model.device, len(prompts) * sampling.group_size
-    with torch.inference_mode():
-        logits, cache, lags = _read_prompts(model, prompts, sampling, vision)
+    with torch.inference_mode(), nullcontext() if routers is None else routers.recording() as take_routing:
+        logits, cache, lags, stream = _read_prompts(model, prompts, sampling, vision)
+        routing = None if take_routing is None else _RoutingOfResponses(take_routing, stream, prompts, sampling)
         never = [] if vision is None else sorted(vision.family.media_ids)
         draws = torch.from_numpy(_uniform_draws(seeds, sampling)).to(device)
         ends = torch.tensor([*end_ids, *sampling.stop_ids], device=device)
@@ -73,21 +80,47 @@ def decode(
                 break
             at = cache.next_positions() + lags[live, None]
             logits = model(input_ids=chosen[:, None], position_ids=at, layout=cache, use_cache=False).logits[:, -1]
+            if routing is not None:
+                routing.add(step, live)
     sizes = counts.tolist()
     table, scores = tokens.cpu().numpy().astype(np.int32), logprobs.cpu().numpy()
     return NewTokens(
         ids=[table[row, :size] for row, size in enumerate(sizes)],
         logprobs=[scores[row, :size] for row, size in enumerate(sizes)],
         finished=finished.cpu().numpy(),
+        routing=None if routing is None else routing.rows(sizes),
     )
+
+
+class _RoutingOfResponses:
+    """The experts of B sequences, which are recorded pass by pass."""
+
+    def __init__(self, take: "Callable[[], Routing]", stream: Stream, prompts: Prompts, sampling: Sampling) -> None:
+        """Take what was recorded when the prompts were read, as a stream."""
+        records, self._group_size, self._take = take(), sampling.group_size, take
+        ends = stream.predictors + 1
+        self._prompts = [records[end - length : end] for end, length in zip(ends, prompts.ids.lengths, strict=True)]
+        self._responses = np.zeros((len(prompts) * sampling.group_size, sampling.max_tokens), records.dtype)
+
+    def add(self, step: int, live: "Tensor") -> None:
+        """Take what was recorded when the sequences in ``live`` read the tokens of a step."""
+        self._responses[live.cpu().numpy(), step] = self._take()
+
+    def rows(self, sizes: Sequence[int]) -> list[Routing]:
+        """Return the records of all sequences, whose responses have ``sizes`` [B] tokens."""
+        return [
+            np.concatenate([self._prompts[row // self._group_size], self._responses[row, : size - 1]])
+            for row, size in enumerate(sizes)
+        ]
 
 
 def _read_prompts(
     model: "PreTrainedModel", prompts: Prompts, sampling: Sampling, vision: "Vision | None"
-) -> "tuple[Tensor, CacheLayout, Tensor]":
-    """Return the logits [B, V] of the first tokens, a cache with room for the responses, and lags [B].
+) -> "tuple[Tensor, CacheLayout, Tensor, Stream]":
+    """Return the logits [B, V] of the first tokens, a cache with room for the responses, lags [B], and the stream.
 
-    A lag is what the rotary position of a response's token has more than its place in the sequence.
+    A lag is what the rotary position of a response's token has more than its place in the sequence. The stream holds
+    the prompts.
     """
     import torch
 
@@ -116,7 +149,7 @@ def _read_prompts(
     offsets = torch.arange(int(lengths.max()), device=device)
     prompt_places = torch.minimum(first[:, None] + offsets, (first + lengths - 1)[:, None])
     cache = CacheLayout(prefill, prompt_places, lengths, capacity=int(lengths.max()) + sampling.max_tokens)
-    return logits, cache, torch.from_numpy(lags).to(device).repeat_interleave(group_size)
+    return logits, cache, torch.from_numpy(lags).to(device).repeat_interleave(group_size), stream
 
 
 def _uniform_draws(seeds: Sequence[int], sampling: Sampling) -> NDArray[np.float64]:

@@ -49,6 +49,8 @@ _FIX_HEADS: dict[Head, str] = {
     "value": "for values without training, use a token classification model with one label, as value_update exports it",
     "reward": "for rewards, use a sequence classification model with one label, as reward_model_update exports it",
 }
+# The names of the number of experts in configurations of transformers.
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 # The largest file of an exported model's weights. What fails on the way to or from the hub is repeated by file.
 _LARGEST_FILE = "5GB"
 
@@ -187,6 +189,12 @@ def save_model(
     tokenizer.save_pretrained(folder)
     if family is not None:
         family.image_processor.save_pretrained(folder)
+
+
+def count_experts(config: Any) -> int:
+    """Return how many experts each sparse layer of a model has, 0 for a model without experts."""
+    config = config.get_text_config()
+    return next((int(number) for name in _NUM_EXPERTS if (number := getattr(config, name, None))), 0)
 
 
 @contextmanager

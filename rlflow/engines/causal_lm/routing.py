@@ -22,11 +22,10 @@ from torch.overrides import TorchFunctionMode
 from rlflow.batch.routing import Routing, from_records, to_records
 from rlflow.engines.causal_lm.host_arrays import to_device
 from rlflow.engines.causal_lm.packing import Index
+from rlflow.engines.causal_lm.pretrained import count_experts
 from rlflow.errors import EngineError
 
 _TOPK = (torch.topk, Tensor.topk)
-# The names of the number of experts in configurations of transformers.
-_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 class Routers:
@@ -47,8 +46,7 @@ class Routers:
     @classmethod
     def of(cls, model: Any) -> "Routers | None":
         """Return the routers of a model, which they change; None for a model without experts."""
-        config = model.config.get_text_config()
-        num_experts = next((int(n) for name in _NUM_EXPERTS if (n := getattr(config, name, None))), 0)
+        num_experts = count_experts(model.config)
         return cls(model, num_experts) if num_experts else None
 
     def replay(self, routing: Routing | None, places: Index | None, device: torch.device) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
+from rlflow.batch.routing import Routing, keep_first
 from rlflow.engines.group_progress import NO_RESPONSE, PartialResponse
 from rlflow.engines.serving.activity import ActivityRecorder, EngineActivity, find_core
 from rlflow.engines.vision.passes import ServedImages
@@ -14,6 +15,8 @@ from rlflow.errors import EngineError, first_line
 from rlflow.system.compat.vllm import image_prompt, partial_output
 
 Result = TypeVar("Result")
+ReadRouting = Callable[[Any, Sequence[Any]], Sequence[Routing | None]]
+"""Returns the experts of all tokens but the last of requests, from vLLM's engine and their RequestOutputs."""
 
 # How long an idle engine waits for more requests: reading prompts together is faster than one after another.
 _GATHER_S = 0.01
@@ -44,6 +47,8 @@ class Response:
     """The version of the weights that generated it."""
     partial: PartialResponse = NO_RESPONSE
     """The part of the response that was generated before the request."""
+    routing: Routing | None = None
+    """The experts of all tokens but the last, from the first token of the prompt on."""
 
     @property
     def length(self) -> int:
@@ -100,9 +105,9 @@ class Batcher:
     decode_steps: int = 0
     """The number of tokens that the engine has generated for a request that was there all the time."""
 
-    def __init__(self, role: str, start: Callable[[], Any]) -> None:
+    def __init__(self, role: str, start: Callable[[], Any], read_routing: ReadRouting | None = None) -> None:
         """Create vLLM's engine by ``start``, in the thread that will use it. Raises the errors of ``start``."""
-        self._role = role
+        self._role, self._read_routing = role, read_routing
         self._inbox: SimpleQueue[_RequestGroup | _Call] = SimpleQueue()
         self._next: _RequestGroup | _Call | None = None
         self._live: dict[str, tuple[_RequestGroup, int]] = {}
@@ -167,8 +172,7 @@ class Batcher:
                 finished = [output for output in engine.step() if output.finished]
                 self.decode_steps += 1
                 self._recorder.record_step(finished, idle=len(finished) == len(self._live))
-                for output in finished:
-                    self._complete(output)
+                self._complete(engine, finished)
                 if self._live and _is_idle(engine):
                     self._retry_lost(engine)
         except BaseException as error:  # without an answer, callers would wait forever
@@ -249,14 +253,17 @@ class Batcher:
         names = {name for name, (group, index) in self._live.items() if group.futures[index] in futures}
         outputs = partial_outputs(engine, names)
         engine.abort_request(list(names))
-        for output in outputs:
-            self._complete(output)
+        self._complete(engine, outputs)
         if outputs:
             self._recorder.record_step(outputs, idle=not self._live)
 
-    def _complete(self, output: Any) -> None:
-        group, index = self._live.pop(output.request_id)
-        group.futures[index].set_result(Response(output.outputs[0], group.version, group.requests[index].partial))
+    def _complete(self, engine: Any, outputs: Sequence[Any]) -> None:
+        routing = [None] * len(outputs) if self._read_routing is None else self._read_routing(engine, outputs)
+        for output, records in zip(outputs, routing, strict=True):
+            group, index = self._live.pop(output.request_id)
+            request = group.requests[index]
+            records = keep_first(records, request.partial.routing, len(request.prompt_ids) - 1)
+            group.futures[index].set_result(Response(output.outputs[0], group.version, request.partial, records))
 
     def _fail(self, error: BaseException) -> None:
         """Fail everything that waits, and everything that is submitted from now on."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from rlflow.engines.base import EngineSpec
 from rlflow.engines.causal_lm.model_files import loading_from
-from rlflow.engines.causal_lm.pretrained import load_model, load_tokenizer, save_model
+from rlflow.engines.causal_lm.pretrained import count_experts, load_model, load_tokenizer, save_model
 from rlflow.engines.memory import forbid_expandable_segments
 from rlflow.engines.vision.base import find_family
 from rlflow.engines.vision.passes import create_vision
@@ -121,6 +121,8 @@ def engine_arguments(spec: EngineSpec, folder: str, config: Any, adapted_layers:
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
         "worker_extension_cls": "rlflow.engines.serving.vllm_worker.WorkerExtension",
+        # On CPUs vLLM cannot do it, and WorkerExtension does.
+        "enable_return_routed_experts": spec.device != "cpu" and spec.routing_replay and count_experts(config) > 0,
     }
     if family is not None:
         arguments |= {

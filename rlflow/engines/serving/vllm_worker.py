@@ -9,7 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rlflow.batch.routing import Routing
 from rlflow.engines import times
+from rlflow.engines.serving.routing import RoutingRecorder
 from rlflow.engines.serving.weights import SharedFile
 from rlflow.errors import first_line
 from rlflow.resources.models.vision import Part
@@ -23,6 +25,7 @@ class WorkerExtension:
     vllm_config: Any
     rank: int
     _rlflow_missing: set[str]
+    _rlflow_routing: RoutingRecorder
 
     def prepare_sampler(self, never: Sequence[int] = ()) -> None:
         """Draw each token from its sample's seed and its position alone, and score it before top-p cuts the logits.
@@ -35,6 +38,16 @@ class WorkerExtension:
             runner.sampler.topk_topp_sampler.forward = partial(_sample, runner, cut)
         elif runner.sampler is not None:  # only the last pipeline stage samples
             vllm.wrap_random_sampling(runner.sampler, lambda sample: partial(_sample_on_gpu, sample, cut))
+
+    def prepare_routing(self, num_experts: int) -> list[int]:
+        """Record the experts of tokens, where vLLM does not; return the layers that have experts."""
+        if not self.vllm_config.use_v2_model_runner:
+            self._rlflow_routing = RoutingRecorder(self.model_runner, num_experts)
+        return vllm.sparse_layers(self.model_runner.get_model())
+
+    def take_routing(self, names: Sequence[str]) -> list[Routing | None]:
+        """Return the recorded experts of requests that end, before vLLM's next step."""
+        return self._rlflow_routing.take(names)
 
     def attempt(self, method: str, *arguments: Any, **named: Any) -> tuple[Exception | None, Any]:
         """Call a method of the worker; return the error that it raised, and its result.
@@ -63,6 +76,8 @@ class WorkerExtension:
         self._rlflow_missing = {name for name, _ in model.named_parameters() if _part_of(model, name) in parts}
         with self._rlflow_config():
             vllm.begin_reload(model)
+        if not self.vllm_config.use_v2_model_runner and "language" in parts:
+            vllm.repack_experts(model)
 
     def reload_weights_part(self, weights: Any) -> None:
         """Load some of the weights, named as in the model's files. vLLM keeps each one until its layer is complete."""

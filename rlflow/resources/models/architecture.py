@@ -4,17 +4,18 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 
 from rlflow.errors import RecipeError
-from rlflow.resources.models.figures import NEEDS, Figures
+from rlflow.resources.models.figures import NEEDS, OF_EXPERTS, Figures
 from rlflow.resources.models.layers import LayerKind, expert_parameters, layer_kinds, norm_parameters, traits_of
 from rlflow.resources.models.vision import check_tower
 
 # The model types that can start with random weights, and the figures that such a model has.
-_NEW_TYPES = ("llama", "qwen2", "qwen3")
+_NEW_TYPES = ("llama", "qwen2", "qwen3_moe", "qwen3")
 _NEW_FIGURES = (
     *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings", "tie_word_embeddings"),
     *("rope_theta", "attention_bias", "vision"),
 )
+_NEW_FIGURES_OF_EXPERTS = (*OF_EXPERTS, "moe_intermediate_size")
 
 CUT_TYPES = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"})
 """The model types whose plans of tensor parallelism, in transformers, cut all layers in styles that ``fsdp`` has."""
@@ -167,10 +168,11 @@ def check_new(figures: Figures, path: str) -> None:
         fact = f"random weights are not supported for the type '{figures.model_type}'"
         fix = f"{path}.model_type={_NEW_TYPES[-1]}, or one of the others"
         raise RecipeError(f"{path}.model_type", fact, known=_NEW_TYPES, fix=fix)
+    known = _NEW_FIGURES + (_NEW_FIGURES_OF_EXPERTS if figures.model_type == "qwen3_moe" else ())
     for field in fields(Figures):
-        if field.name not in _NEW_FIGURES and getattr(figures, field.name) != field.default:
+        if field.name not in known and getattr(figures, field.name) != field.default:
             fact = f"has no effect on random weights of the type '{figures.model_type}'"
-            raise RecipeError(f"{path}.{field.name}", fact, known=_NEW_FIGURES, fix="remove it")
+            raise RecipeError(f"{path}.{field.name}", fact, known=known, fix="remove it")
     if figures.vision is not None:
         check_tower(figures.vision, f"{path}.vision")
     if figures.head_dim % 2:

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from rlflow.compiler.models import replays_routing
 from rlflow.compiler.plan import Plan
 from rlflow.engines.base import EngineSpec, GpuTransport
 from rlflow.engines.causal_lm.kernels import check_attention
@@ -51,6 +52,7 @@ def spec_of(
         optimizer=options.optimizer or Optimizer(),
         lora=plan.recipe.lora_of(role),
         train=options.train,
+        routing_replay=replays_routing(plan.recipe, plan.graph, role),
         synced_parts=synced_parts(plan, role),
         layout=placement.layout,
         rank=rank,

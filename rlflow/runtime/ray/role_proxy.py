@@ -223,6 +223,8 @@ class RoleProxy:
         Ranks without rows work on the first row: sharded models need all ranks for every pass.
         """
         shares = divide_rows(sequences, self._num_shares, self._cost)
+        if method != "logprobs" or self._is_frozen:  # only a trained policy uses the experts of the sampler
+            sequences = replace(sequences, routing=None)
         batch = SharedBatch(sequences.as_sequences())
         calls = [
             self.workers.submit(

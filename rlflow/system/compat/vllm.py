@@ -1,4 +1,4 @@
-"""Private names of vLLM's scheduler, sampler, kernels and reloading of weights."""
+"""Private names of vLLM's scheduler, sampler, kernels, routers and reloading of weights."""
 
 from collections.abc import Callable
 from typing import Any
@@ -55,6 +55,27 @@ def replace_logprobs(update: Callable[[Any, Any], None]) -> None:
     LogprobsProcessor.update_from_output = update
 
 
+def sparse_layers(model: Any) -> list[int]:
+    """Return the numbers of the layers that have experts."""
+    return [module.layer_id for module in _moe_runners(model)]
+
+
+def capture_experts(model: Any, capture: Callable[[Any], None]) -> None:
+    """Call ``capture`` with the numbers of the experts that a layer has chosen, [tokens, experts of a token].
+
+    vLLM itself does so only in its second model runner, which needs a GPU.
+    """
+    for module in _moe_runners(model):
+        module.router.set_capture_fn(capture)
+
+
+def _moe_runners(model: Any) -> list[Any]:
+    """Return the modules of layers with experts, which are the same in both model runners."""
+    from vllm.model_executor.layers.fused_moe.layer import MoERunner
+
+    return [module for module in model.modules() if isinstance(module, MoERunner)]
+
+
 def image_prompt(engine: Any, ids: list[int], fields: Any, digests: list[str], places: list[Any]) -> Any:
     """Return a prompt for vLLM's engine with images that are processed already.
 
@@ -103,6 +124,12 @@ def begin_reload(model: Any) -> None:
     from vllm.model_executor.model_loader.reload.layerwise import initialize_layerwise_reload
 
     initialize_layerwise_reload(model)
+
+
+def repack_experts(model: Any) -> None:
+    """Have a reload pack the weights of experts for the kernels of CPUs, which vLLM does at the start alone."""
+    for module in _moe_runners(model):
+        module.routed_experts.quant_method.moe_kernel = None
 
 
 def finish_reload(model: Any, model_config: Any) -> None:

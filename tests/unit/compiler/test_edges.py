@@ -47,6 +47,15 @@ def test_of_grpo() -> None:
     assert "update" not in found
 
 
+def test_experts_of_tokens_are_stored_for_routing_replay() -> None:
+    with_experts = ("recipe=gspo_30b_a3b", *LENGTHS, "graph.rollouts.group_size=8")
+    found = edges(*with_experts)["rollouts"]
+    without = edges(*with_experts, "roles.actor.routing_replay=false")["rollouts"]
+    # 48 layers with 8 of 128 experts, for each token of prompts and responses.
+    assert found.stored - without.stored == pytest.approx(2048 * 500 * 48 * 8, rel=1e-6)
+    assert found.bytes - without.bytes == found.stored - without.stored
+
+
 def test_as_many_bytes_as_an_engine_puts_into_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sizes are those of responses and of prompts in the store."""
     held: dict[int, Any] = {}

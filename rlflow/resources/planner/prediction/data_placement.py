@@ -80,9 +80,10 @@ def reading_seconds(
         return 1 if role is None else hosts[pool_of[role]]
 
     reader = task.role or task.hosts_of
+    replayed = {sync.target for sync in workload.weight_syncs if sync.source == task.role}
     return sum(
         transfer_seconds(
-            edge.bytes,
+            edge.bytes if edge.role in replayed else edge.bytes - edge.routing,
             num_hosts(edge.role),
             num_hosts(reader),
             host_set.speed,
