@@ -116,11 +116,16 @@ def shares(batch: Minibatch, layout: Layout) -> list[Minibatch]:
 
 
 def make_models(folder: Path) -> None:
-    """Write the models, with random weights and a tokenizer of characters."""
+    """Write the models."""
+    for name, config in MODELS.items():
+        save_model(folder / name, config)
+
+
+def save_model(folder: Path, config: Any) -> None:
+    """Write a model with random weights, and a tokenizer of characters."""
     sizes = {name: size for name, size in SIZES.items() if name != "initializer_range"}
     architecture = Architecture(model_type="qwen3", head_dim=16, **sizes)  # type: ignore[arg-type]
     characters = Model(random_weights=True, characters=CHARACTERS, architecture=architecture)
-    for name, config in MODELS.items():
-        torch.manual_seed(0)
-        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
-        new_tokenizer(characters).save_pretrained(folder / name)
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    new_tokenizer(characters).save_pretrained(folder)
