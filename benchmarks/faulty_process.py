@@ -80,7 +80,9 @@ def _child(work: Callable[[], object], folder: Path, fault: Fault, writer: int, 
         work()
         if log is not None:
             log.write_text(json.dumps(operations))
-    except (UserError, EngineError):
+    except (UserError, EngineError) as error:
+        if fault.kind not in ("full disk", "file size"):
+            print(f"{folder.name} ends: {error}", flush=True)
         return TYPED
     except BaseException:
         traceback.print_exc()
