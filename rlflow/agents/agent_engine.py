@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from rlflow.agents.base import Outcome
 from rlflow.agents.episode import Episode
-from rlflow.agents.episode_calls import EndedCall, EpisodeCalls
+from rlflow.agents.episode_calls import EpisodeCalls
 from rlflow.agents.host import AgentHost, EndpointDied
 from rlflow.agents.messages import Call, CancelCall, Count, EpisodeEnded
 from rlflow.agents.options import AgentOptions
-from rlflow.agents.record import EpisodeRecord
+from rlflow.agents.record import CallName, EpisodeRecord
 from rlflow.agents.trajectories import Rollout, build_trajectories
 from rlflow.agents.worker_process import WorkerDied
 from rlflow.batch import Conversations, Packed, Prompts
@@ -128,8 +128,8 @@ class AgentEngine(SessionEngine):
             for episode in list(self._episodes.values()):
                 self._fail(episode, error)
 
-    def _receive_call_end(self, ended: EndedCall) -> None:
-        self._events.post(self._calls.end, [ended])
+    def _receive_call_end(self, episode: Episode, name: CallName, future: "Future[Any]") -> None:
+        self._events.post(self._calls.end, [(episode, name, future)])
 
     def _begin(self, episodes: list[Episode]) -> None:
         """Start episodes, or resume those that are interrupted here."""

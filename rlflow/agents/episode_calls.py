@@ -28,7 +28,7 @@ class EpisodeCalls:
         options: AgentOptions,
         episodes: Mapping[str, Episode],
         answer: Callable[[Sequence[Reply | Refusal]], None],
-        note_end: Callable[[EndedCall], None],
+        note_end: Callable[[Episode, CallName, "Future[Any]"], None],
     ) -> None:
         """Generate by ``engine``. ``answer`` gets answers to calls of ``episodes``.
 
@@ -87,12 +87,9 @@ class EpisodeCalls:
         futures = self._generator.submit(requests)
         for (episode, name), request, future in zip(calls, requests, futures, strict=True):
             episode.generating[name] = request, future
-            future.add_done_callback(partial(self._receive_end, episode, name))
+            future.add_done_callback(partial(self._note_end, episode, name))
 
-    def _receive_end(self, episode: Episode, name: CallName, future: "Future[Any]") -> None:
-        self._note_end((episode, name, future))
-
-    def end(self, ended: "Sequence[tuple[Episode, CallName, Future[Any]]]") -> None:
+    def end(self, ended: Sequence[EndedCall]) -> None:
         """Record what is generated, and answer those who wait for it."""
         new = [
             (episode, name, episode.generating.pop(name)[0], future)

@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 LENGTH = struct.Struct("<I")
 """A frame is its length in bytes, and a pickled list of messages."""
 
-Refused = Literal["calls", "context", "ended"]
-"""The limit that refuses a call: calls of an episode, tokens of a segment, or the episode has ended."""
-
 
 @dataclass(frozen=True)
 class OpenEpisode:
@@ -95,7 +92,8 @@ class Refusal:
     """Engine to endpoint: a call that gets no answer."""
 
     number: int
-    reason: Refused
+    reason: Literal["calls", "context", "ended"]
+    """The limit: calls of an episode, tokens of a segment, or the episode has ended."""
     text: str
 
 

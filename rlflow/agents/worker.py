@@ -73,7 +73,9 @@ class _Worker:
                 while True:
                     for message in await receive_messages(reader):
                         if isinstance(message, StartEpisode):
-                            self._start(message, failure)
+                            EPISODE.set(message.episode)
+                            task = asyncio.create_task(self._run(message, failure))
+                            self._episodes[message.episode] = task
                         elif isinstance(message, StopEpisode) and (task := self._episodes.get(message.episode)):
                             task.cancel()
 
@@ -94,10 +96,6 @@ class _Worker:
                 self._running.mark_as_blocking()
                 os._exit(1)
             time.sleep(self._limit_s / 4)
-
-    def _start(self, message: StartEpisode, failure: Failure | None) -> None:
-        EPISODE.set(message.episode)
-        self._episodes[message.episode] = asyncio.create_task(self._run(message, failure))
 
     async def _run(self, message: StartEpisode, failure: Failure | None) -> None:
         client = Client(self._service, message.token, message.seed, self._http)

@@ -142,8 +142,7 @@ def write_text(answer: Answer, model: str, logprobs: Any) -> dict[str, Any]:
         "top_logprobs": None,
         "text_offset": np.cumsum([0, *(len(entry["token"]) for entry in logprobs)])[:-1].tolist(),
     }
-    reason = "length" if answer.is_cut else "stop"
-    choice = {"index": 0, "text": answer.text, "finish_reason": reason, "logprobs": chosen}
+    choice = {"index": 0, "text": answer.text, "finish_reason": finish_reason(answer), "logprobs": chosen}
     return {**_head(answer, "text_completion", model), "choices": [choice], "usage": write_usage(answer)}
 
 
@@ -154,8 +153,8 @@ def write_ids(answer: Answer) -> dict[str, Any]:
         {"token": f"token_id:{token}", "token_id": token, "logprob": logprob}
         for token, logprob in zip(ids, to_logprobs(answer), strict=True)
     ]
-    reason = "length" if answer.is_cut else "stop"
-    choice = {"index": 0, "token_ids": ids, "finish_reason": reason, "logprobs": {"content": entries}}
+    logprobs = {"content": entries}
+    choice = {"index": 0, "token_ids": ids, "finish_reason": finish_reason(answer), "logprobs": logprobs}
     return {"request_id": f"gen-{answer.id}", "choices": [choice], "usage": write_usage(answer)}
 
 
@@ -166,7 +165,7 @@ def to_logprobs(answer: Answer) -> Sequence[float]:
 
 
 def finish_reason(answer: Answer) -> str:
-    """Return why a message ends."""
+    """Return why a reply ends."""
     return "length" if answer.is_cut else "tool_calls" if answer.tool_calls else "stop"
 
 
