@@ -8,8 +8,8 @@ undisturbed one: the same weights, optimizer state, metrics and samples, bit for
 generate a response of the journal again, nor an agent's call; those that a kill interrupted are counted. A kill is
 SIGKILL, at a random moment, before a random file operation of a save or of the journal, or up to 30 ms after one. Every
 run is forked from one process that has imported everything. Runs with agents start two more processes, which takes most
-of their time. ``--quick`` has all kinds of runs and faults in 12 kills, which take four minutes on two busy cores; 500 kills
-take hours.
+of their time. ``--quick`` has all kinds of runs and faults in 12 kills, which take four minutes on two busy cores; 500
+kills take hours.
 """
 
 import argparse
