@@ -74,8 +74,7 @@ class _Worker:
                     for message in await receive_messages(reader):
                         if isinstance(message, StartEpisode):
                             EPISODE.set(message.episode)
-                            task = asyncio.create_task(self._run(message, failure))
-                            self._episodes[message.episode] = task
+                            self._episodes[message.episode] = asyncio.create_task(self._run(message, failure))
                         elif isinstance(message, StopEpisode) and (task := self._episodes.get(message.episode)):
                             task.cancel()
 
