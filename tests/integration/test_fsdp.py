@@ -104,6 +104,19 @@ def test_it_trains_as_one_rank_does(two: Sequence[EngineProcess], address: str, 
     assert_equal_training(of_ranks(two, address, of), of)
 
 
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+def test_it_trains_as_deepspeed_does(two: Sequence[EngineProcess], address: str, zero_stage: int) -> None:
+    """Every stage of ZeRO gives the same weights after three steps."""
+    of = actor(reduces_once=True)
+    zero = replace(of, layout=replace(of.layout, num_replicas=None, reduces_once=False, zero_stage=zero_stage))
+    ours, theirs = of_ranks(two, address, of), Ranks(two, zero, address, build=build_deepspeed)
+    for step in range(3):
+        batch = split(policy_minibatch(step))
+        metrics = [ranks.update(batch, [LOSS] * 2)[0].values for ranks in (ours, theirs)]
+        assert metrics[0] == pytest.approx(metrics[1], rel=1e-5, abs=1e-6)
+    assert_same_weights(ours.weights()[0], theirs.weights()[0], 1e-5)
+
+
 @pytest.mark.soak
 def test_two_replicas_of_two_ranks_each() -> None:
     """Each replica shares sequences or data, and reduces its gradients in every pass or once."""

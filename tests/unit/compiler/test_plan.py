@@ -15,14 +15,14 @@ from rlflow.errors import PlacementError, RecipeError
 from rlflow.recipe.compose import load_cluster
 from rlflow.recipe.load import recipe_from
 from rlflow.resources.time.speed import Efficiency
-from tests.conftest import CONFIG_DIR, SETS_OF_RECIPES
+from tests.conftest import CONFIG_DIR, LARGE, SETS_OF_RECIPES
 from tests.helpers import load
 
 
 @pytest.mark.parametrize("recipes", SETS_OF_RECIPES)
 def test_a_plan_is_read_back_as_it_was_written(recipes: list[str]) -> None:
     for recipe in recipes:
-        plan = rlflow.compile(load(f"recipe={recipe}"), "1x8+1x7@h200")
+        plan = rlflow.compile(load(f"recipe={recipe}"), LARGE.get(recipe, "1x8+1x7@h200"))
         assert plan_from(json.loads(json.dumps(plan.to_dict()))) == plan, recipe
 
 

@@ -10,13 +10,18 @@ import rlflow
 from rlflow.compiler.plan import Plan
 from rlflow.report.console import WIDTH
 from rlflow.report.plan_text import render
-from tests.conftest import FEW, NAMES
+from tests.conftest import FEW, LARGE, NAMES
 from tests.helpers import load
 
 CLUSTERS = ["2x8", "7x8+1x7", "1x4+1x2@h200"]
 # Tiny recipes are for one machine.
 PICTURES = [(recipe, "local") for recipe in NAMES]
-PICTURES += [(recipe, cluster) for recipe in NAMES if "tiny" not in recipe for cluster in CLUSTERS]
+PICTURES += [
+    (recipe, cluster)
+    for recipe in NAMES
+    if "tiny" not in recipe
+    for cluster in ([LARGE[recipe]] if recipe in LARGE else CLUSTERS)
+]
 
 
 @pytest.mark.parametrize(

@@ -67,12 +67,13 @@ def _kept_layers(demand: Demand, host_set: HostSet) -> list[int | None]:
 def _sequence_layouts(demand: Demand, base: Layout, shape: PoolShape) -> Iterator[Layout | Shortage]:
     """Yield layouts with each sequence and tensor parallelism that divides the heads and fits a host.
 
-    Without tensor parallelism, sequences are divided as in Jacobs et al. 2023.
+    Sequences are divided as in Jacobs et al. 2023. Both at once are tried where one of them is pinned.
     """
     pinned = demand.pinned("sequence_parallel_size")
     sizes = [pinned] if pinned else group_sizes(demand, min(shape.largest_group, shape.num_gpus))
     for width, size in product(tensor_sizes(demand, base, shape), sizes if demand.architecture else sizes[:1]):
-        if width > 1 and not demand.shares_heads(width * size):
+        is_open = pinned is None and demand.pinned("tensor_parallel_size") is None
+        if width > 1 and (not demand.shares_heads(width * size) or (size > 1 and is_open)):
             continue
         wide = replace(base, tensor_parallel_size=width)
         stages = stages_from_pins(demand, width * size) or base.pipeline_parallel_size
