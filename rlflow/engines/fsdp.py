@@ -15,6 +15,8 @@ from rlflow.engines.sharded.shard_values import count_copies, full_values, local
 from rlflow.engines.sharded.sharded_state import ShardedState
 from rlflow.engines.sharded.shards import MeshShards
 from rlflow.engines.sharded.trained_state import TrainedState
+from rlflow.errors import RecipeError
+from rlflow.resources.models.vision import list_parts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,6 +36,9 @@ class FsdpEngine(ShardedEngine):
     def __init__(self, spec: EngineSpec) -> None:
         import torch
 
+        if list_parts(spec.train) != ("language",):
+            fact = "this engine shards, and trains, the language part of a model alone"
+            raise RecipeError(f"roles.{spec.role}.train", fact, fix="train: language, or engine: deepspeed")
         super().__init__(spec)
         join_process_group(spec)
         self._dtype = getattr(torch, spec.model.dtype)
@@ -53,12 +58,17 @@ class FsdpEngine(ShardedEngine):
 
     def _load(self) -> "PreTrainedModel":
         import torch
+        from torch.distributed.tensor import DTensor
 
         spec = self._spec
         # Frozen weights have no masters.
         dtype = torch.float32 if self._trains and not spec.lora else self._dtype
         self._meshes = create_meshes(spec)
-        return load_model(spec, dtype=dtype, shards=MeshShards(spec, self._meshes, self._dtype))
+        model = load_model(spec, dtype=dtype, shards=MeshShards(spec, self._meshes, self._dtype))
+        for weight in model.parameters():
+            if not isinstance(weight, DTensor):  # it encodes images, and stays frozen
+                weight.data = weight.data.to(self._dtype)
+        return model
 
     def _load_whole(self) -> "PreTrainedModel":
         model = load_model(self._spec, dtype=self._dtype)

@@ -47,20 +47,22 @@ def share_everything() -> None:
 
 def build_deepspeed(engines: list[Any], of: EngineSpec, sgd: bool) -> int:
     """Build an engine with DeepSpeed in the child process."""
-    import torch
-
     from rlflow.engines import deepspeed
 
     share_everything()
-
-    class Engine(deepspeed.DeepSpeedEngine):
-        def _build_optimizer(self, parameters: Any) -> Any:
-            if sgd:
-                return torch.optim.SGD(parameters, lr=self._spec.optimizer.learning_rate)
-            return super()._build_optimizer(parameters)
-
-    engines.append(Engine(of))
+    engines.append(with_sgd(deepspeed.DeepSpeedEngine, sgd)(of))
     return len(engines) - 1
+
+
+def with_sgd(engine: Any, sgd: bool) -> Any:
+    """Return a class of engines, on demand one whose optimizer is SGD, which does not magnify rounding."""
+    import torch
+
+    class Engine(engine):  # type: ignore[misc]
+        def _build_optimizer(self, parameters: Any) -> Any:
+            return torch.optim.SGD(parameters, lr=self._spec.optimizer.learning_rate)
+
+    return Engine if sgd else engine
 
 
 def build_torch(engines: list[Any], of: EngineSpec, sgd: bool) -> int:

@@ -15,6 +15,7 @@ from rlflow.resources.models.vision import TrainedParts
 from tests.helpers import minibatch
 from tests.integration.engine_process import EngineProcess
 from tests.integration.test_deepspeed import Ranks, build_deepspeed, build_torch, plain
+from tests.integration.test_fsdp import build_fsdp
 from tests.unit.engines.vision.test_passes import build_case, vision_spec
 
 SHARED_PROCESSES = "DeepSpeed"
@@ -43,6 +44,8 @@ def actor(kind: str, stage: int, train: TrainedParts, sequence_parallel_size: in
         (build_deepspeed, "internvl", 3, "language", 1),
         (build_torch, "qwen3_vl", 0, "all", 2),
         (build_deepspeed, "qwen2_5_vl", 3, "all", 2),
+        (build_fsdp, "qwen3_vl", 3, "language", 1),
+        (build_fsdp, "internvl", 3, "language", 2),
     ],
 )
 def test_two_ranks_train_as_one(
@@ -64,11 +67,11 @@ def test_two_ranks_train_as_one(
         first, other = ours.update([batch.take(rows) for rows in shares], [LikelihoodLoss()] * 2)
         metrics = expected.update(batch, LikelihoodLoss()).values
         assert first == other
-        assert first.values == pytest.approx(metrics, abs=1e-5)
+        assert first.values == pytest.approx(metrics, abs=2e-6)
     scores = ours.logprobs([sequences.take(rows) for rows in shares], [1.0] * 2)
     logprobs = expected.logprobs(sequences, 1.0).values
     for rows, rank in zip(shares, scores, strict=True):
-        np.testing.assert_allclose(rank.values.values, logprobs.take(rows).values, atol=1e-5)
+        np.testing.assert_allclose(rank.values.values, logprobs.take(rows).values, atol=2e-6)
     weights = dict(expected.weights())
     for name, value in ours.weights()[0]:
-        assert float((value - weights[name]).abs().max()) <= 2e-6, name
+        assert float((value - weights[name]).abs().max()) <= 1e-7, name

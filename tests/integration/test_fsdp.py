@@ -26,6 +26,7 @@ from tests.integration.test_deepspeed import (
     of_path,
     policy_minibatch,
     split,
+    with_sgd,
 )
 
 SHARED_PROCESSES = "DeepSpeed"
@@ -38,7 +39,7 @@ def build_fsdp(engines: list[Any], of: EngineSpec, sgd: bool) -> int:
     """Build an engine in the child process."""
     from rlflow.engines.fsdp import FsdpEngine
 
-    engines.append(FsdpEngine(of))
+    engines.append(with_sgd(FsdpEngine, sgd)(of))
     return len(engines) - 1
 
 

@@ -63,7 +63,7 @@ def test_samples_have_the_logprobs_of_the_trainer(vllm_process: EngineProcess, k
 def check(engine: RemoteEngine, trainer: TorchEngine, prompts: Prompts, version: int) -> Rollouts:
     rollouts: Rollouts = engine.generate(prompts, SAMPLING)
     scored = trainer.logprobs(rollouts, 1.0).values.values
-    np.testing.assert_allclose(rollouts.logprobs.values, scored, atol=5e-6)
+    np.testing.assert_allclose(rollouts.logprobs.values, scored, atol=2e-6)
     assert set(rollouts.versions.values.tolist()) == {version}
     return rollouts
 

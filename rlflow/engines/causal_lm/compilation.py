@@ -10,11 +10,11 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn import Module
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlflow.engines.base import EngineSpec
 from rlflow.engines.causal_lm.attention import has_varlen_kernel
+from rlflow.engines.vision.base import find_family
 from rlflow.resources.time.passes import MIN_COMPILED_WIDTH
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def pays_to_compile(spec: EngineSpec, model: "PreTrainedModel") -> bool:
     return has_kernel and can_compile(device.type) and not (is_small or is_gathered or exchanges or has_experts)
 
 
-def compile_layers(model: Module, backend: str = "inductor") -> None:
+def compile_layers(model: "PreTrainedModel", backend: str = "inductor") -> None:
     """Compile the decoder layers of a model of transformers at their first call, once for all lengths of streams.
 
     The layers share the compiled code, which takes their weights as arguments. What is recomputed in the backward pass
@@ -70,6 +70,11 @@ def checkpoint_layers(model: "PreTrainedModel", num_kept: int) -> None:
         layer.gradient_checkpointing = False
 
 
-def decoder_layers(model: Module) -> list[GradientCheckpointingLayer]:
-    """Return the decoder layers of a model of transformers."""
-    return [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
+def decoder_layers(model: "PreTrainedModel") -> list[GradientCheckpointingLayer]:
+    """Return the decoder layers of a model of transformers, without those that encode images."""
+    family = find_family(model.config.model_type)
+    return [
+        layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, GradientCheckpointingLayer) and (family is None or family.part_of(name) == "language")
+    ]

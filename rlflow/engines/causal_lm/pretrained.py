@@ -124,9 +124,6 @@ def _build_model(spec: EngineSpec, head: Head, dtype: "dtype", shards: "Shards |
         if head != "vocabulary":
             fact = f"a {head} head is not supported on models of the type '{config.model_type}', which see images"
             raise RecipeError(f"models.{name}", fact, fix="a model that reads text alone")
-        if shards is not None:
-            fact = f"this engine does not shard models of the type '{config.model_type}', which see images"
-            raise RecipeError(f"roles.{spec.role}.engine", fact, fix="engine: deepspeed")
         auto = transformers.AutoModelForImageTextToText
         # The tokens of an image attend to each other both ways in the tower.
         attention = {"text_config": attention, "vision_config": kernel, "": attention}

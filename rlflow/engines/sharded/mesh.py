@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from rlflow.engines.base import EngineSpec
+from rlflow.engines.vision.base import find_family
 from rlflow.errors import EngineError
 
 if TYPE_CHECKING:
@@ -62,7 +63,8 @@ def shard_model(model: "PreTrainedModel", meshes: Meshes, compute_dtype: "torch.
     """Shard the weights of each layer together, and those of embeddings, output layer and the rest.
 
     A pass gathers them in ``compute_dtype``, and gradients are reduced in float32. Tied weights stay with the rest,
-    which is gathered from the first layer to the last.
+    which is gathered from the first layer to the last. Weights that encode images stay whole: they run outside of the
+    model's own pass, which gathers all others.
     """
     import torch
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -77,7 +79,10 @@ def shard_model(model: "PreTrainedModel", meshes: Meshes, compute_dtype: "torch.
     # The scores of a pass are a view, which nothing changes in place.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    family = find_family(model.config.model_type)
     if meshes.tensor is not None:
+        if family is not None:
+            refuse(model, "tensor", "it sees images")
         size = 1 if meshes.experts is None else meshes.experts.size()
         if size % meshes.tensor.size() and any(find_experts(model)):
             refuse(model, "tensor", f"groups of {size} ranks for experts do not consist of {meshes.tensor.size()}")
@@ -86,12 +91,15 @@ def shard_model(model: "PreTrainedModel", meshes: Meshes, compute_dtype: "torch.
         assert meshes.experts is not None
         divide_experts(experts, meshes.experts, meshes.tensor)
         fully_shard(experts, mesh=meshes.expert_shards, mp_policy=policy)
+    whole = {
+        weight for name, weight in model.named_parameters() if family is not None and family.part_of(name) != "language"
+    }
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     chain: list[Any] = list(decoder_layers(model))
     if head is not None and head.weight is not embeddings.weight:
         chain = [embeddings, *chain, head]
     for module in (*chain, model):
-        fully_shard(module, mesh=meshes.shards, mp_policy=policy)
+        fully_shard(module, mesh=meshes.shards, mp_policy=policy, ignored_params=whole)
     for module, following in pairwise(chain):
         module.set_modules_to_forward_prefetch([following])
     for module in model.modules():
