@@ -21,7 +21,7 @@ from rlflow.engines.causal_lm.adapters import (
     without_adapters,
 )
 from rlflow.engines.causal_lm.kernels import apply_determinism
-from rlflow.engines.causal_lm.micro_batches import Index, build_micro_batches, restore_order
+from rlflow.engines.causal_lm.micro_batches import Index, PatchLimit, build_micro_batches, restore_order
 from rlflow.engines.causal_lm.pretrained import load_tokenizer, save_model
 from rlflow.engines.causal_lm.token_outputs import last_values, set_pad_token, token_rewards, token_scores, token_values
 from rlflow.engines.causal_lm.totals import LossTotals, check_finite
@@ -176,8 +176,14 @@ class TrainingEngine(TunableEngine, ProfiledEngine, ABC):
 
     def _cut(self, sequences: Sequences) -> tuple[list[Index], int]:
         """Return the micro-batches of this rank's rows, and how many of them are real; others count for nothing."""
-        pieces = build_micro_batches(sequences, self._spec.layout.micro_batch_tokens)
+        limit = self._limit_patches(sequences)
+        pieces = build_micro_batches(sequences, self._spec.layout.micro_batch_tokens, patches=limit)
         return pieces, len(pieces)
+
+    def _limit_patches(self, sequences: Sequences) -> PatchLimit | None:
+        """Return the limit of a pass on images, for models that see some."""
+        most, vision = self._spec.layout.micro_batch_patches, self._vision
+        return None if vision is None else vision.limit_patches(sequences, most)
 
     def weights(self) -> "Iterator[tuple[str, Tensor]]":
         for name, weight in self._gather(synced_weights(self._model, self._named_weights(), self._spec)):

@@ -123,11 +123,11 @@ class TransformersEngine(TunableEngine, ProfiledEngine):
     def logprobs(self, sequences: Sequences, temperature: float) -> Logprobs:
         import torch
 
-        pieces = build_micro_batches(sequences, self._spec.layout.micro_batch_tokens)
+        layout, vision = self._spec.layout, self._vision
+        limit = None if vision is None else vision.limit_patches(sequences, layout.micro_batch_patches)
+        pieces = build_micro_batches(sequences, layout.micro_batch_tokens, patches=limit)
         with self.within_memory(), torch.inference_mode():
-            scores = (
-                token_scores(self._model, sequences.take(rows), temperature, vision=self._vision) for rows in pieces
-            )
+            scores = (token_scores(self._model, sequences.take(rows), temperature, vision=vision) for rows in pieces)
             values = [score[:, 0].cpu().numpy() for score in scores]
         return Logprobs(values=restore_order(sequences.response_ids, pieces, values))
 

@@ -211,7 +211,8 @@ def describe_layout(layout: Layout) -> str:
     if layout.gpu_memory_utilization is not None:
         words.append(f"util {layout.gpu_memory_utilization:g}")
     else:
-        words.append(f"{layout.micro_batch_tokens} tokens")
+        patches = f" and {layout.micro_batch_patches} patches" if layout.micro_batch_patches else ""
+        words.append(f"{layout.micro_batch_tokens} tokens{patches}")
     if layout.gradient_checkpointing:
         words.append(f"checkpointing all but {layout.kept_layers} layers" if layout.kept_layers else "checkpointing")
     if layout.eager is not None:

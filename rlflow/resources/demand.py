@@ -65,9 +65,10 @@ class Demand:
 
     def cuts_layers(self, size: int) -> bool:
         """Return whether ``size`` ranks of torch can divide the layers that this role trains or scores with."""
-        return size == 1 or (
-            self.training.lora is None and (self.architecture is None or self.architecture.cuts_evenly(size))
-        )
+        model = self.architecture
+        if size == 1 or model is None:
+            return size == 1 or self.training.lora is None
+        return self.training.lora is None and model.vision is None and model.cuts_evenly(size)
 
     def check(self, largest_host: int, *, on_gpus: bool = True) -> None:
         """Check the pins against the engine, the hosts and each other. Raises PlacementError."""
@@ -108,11 +109,14 @@ class Demand:
         if (num_experts or 1) % groups:
             fact = f"{groups} GPUs cannot divide the experts of a model that has {num_experts or 'no experts'}"
             raise self._error("expert_parallel_size", fact, fix="1")
+        sees_images = self.architecture is not None and self.architecture.vision is not None
         tensor = self.pinned("tensor_parallel_size") or 1
         if "replicate" in self.parallel and not self.cuts_layers(tensor):
             fact = f"{tensor} GPUs cannot divide the layers of this model evenly"
             if self.training.lora is not None:
                 fact = f"{tensor} GPUs cannot divide layers that have adapters"
+            elif sees_images:
+                fact = f"{tensor} GPUs cannot divide a model that sees images"
             raise self._error("tensor_parallel_size", fact, fix="1")
         if "replicate" in self.parallel and num_experts and groups > 1 and groups % tensor:
             fact = f"{groups} GPUs do not consist of tensor-parallel groups of {tensor}, and experts are not cut"
@@ -123,6 +127,7 @@ class Demand:
             ("zero_stage", sharded and "replicate" not in self.parallel),
             ("offload", sharded and "replicate" not in self.parallel),
             ("num_replicas", sharded and "replicate" in self.parallel),
+            ("micro_batch_patches", not serves and sees_images),
             ("gradient_checkpointing", trains),
             ("kept_layers", trains),
             ("gpu_memory_utilization", serves and "tensor" in self.parallel),

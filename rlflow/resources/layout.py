@@ -43,6 +43,8 @@ class Resources(Section):
     """The state that the host's memory holds in place of the GPU's: the optimizer state, or also weights."""
     micro_batch_tokens: Count | Auto = "auto"
     """Tokens in one pass through the model."""
+    micro_batch_patches: Count | Auto = "auto"
+    """Patches of images in one pass: what the part of a model that reads images divides them into."""
     gradient_checkpointing: bool | Auto = "auto"
     """Compute activations again in the backward pass, which takes less memory and more time."""
     kept_layers: Annotated[int, Ge(0)] | Auto = "auto"
@@ -78,6 +80,8 @@ class Layout:
     zero_stage: int | None = None
     offload: Offload | None = None
     micro_batch_tokens: int
+    micro_batch_patches: int | None = None
+    """Patches of images in a pass, unless a single prompt has more. None: only tokens limit them."""
     gradient_checkpointing: bool = False
     kept_layers: int = 0
     """The last layers, whose activations are kept in spite of ``gradient_checkpointing``."""

@@ -15,7 +15,7 @@ from unittest.mock import Mock
 import pytest
 
 import rlflow
-from rlflow.resources.memory.phases import LORA_RANKS
+from rlflow.resources.models.lora import LORA_RANKS
 from rlflow.runtime.objects.store_usage import StoreUsage
 from rlflow.runtime.ray.cluster.binding import BoundPlan
 from rlflow.runtime.ray.role_workers import RoleWorkers

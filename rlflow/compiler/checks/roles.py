@@ -9,7 +9,7 @@ from rlflow.engines.registry import engine_kind, engine_names
 from rlflow.errors import GraphError, RecipeError, did_you_mean
 from rlflow.nodes.base import GraphNode
 from rlflow.recipe import Recipe, Role
-from rlflow.resources.memory.phases import LORA_RANKS
+from rlflow.resources.models.lora import LORA_RANKS
 
 # Language models can have adapters. Other heads are new, and would have to be trained as well.
 _LORA_CAPABILITIES = {"Trains", "Scores", "ScoresBase"}

@@ -2,7 +2,7 @@
 
 A row counts with all of its tokens, those of its prompt included: the rows of a prompt share its tokens in a pass, but
 attention reads them for each row. The rows of one unit of the batch, such as the two of a preference pair, are
-treated as one row here.
+treated as one row here. Images of a prompt are encoded once in a pass, and their patches may be limited too.
 
 Shapes: B rows, S subgroups, M micro-batches. A subgroup is a set of rows of one prompt that stay in one micro-batch.
 """
@@ -10,6 +10,7 @@ Shapes: B rows, S subgroups, M micro-batches. A subgroup is a set of rows of one
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapreplace
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,15 +25,26 @@ _SUBGROUP_SHARES = (1.0, 0.25, 0.0)
 _PASS_COST = 0.125
 
 
-def build_micro_batches(sequences: Sequences, max_tokens: int, count: int | None = None) -> list[Index]:
+@dataclass(frozen=True, eq=False)
+class PatchLimit:
+    """The most patches of images in a pass, unless a single prompt has more."""
+
+    most: int
+    of_rows: Index
+    """[B]: the patches of each row's images."""
+
+
+def build_micro_batches(
+    sequences: Sequences, max_tokens: int, count: int | None = None, patches: PatchLimit | None = None
+) -> list[Index]:
     """Cut a batch into micro-batches of at most ``max_tokens``; return their rows, the largest micro-batch first.
 
-    Only a single row that is longer, or the rows of one unit, may exceed the limit. There are ``count``
-    micro-batches, by default ``num_micro_batches``, or fewer if there are fewer rows. They have nearly equal numbers of
-    tokens. The rows of a prompt stay in one micro-batch as long as that takes no more passes.
+    Only a single row that is longer, or the rows of one unit, may exceed a limit. There are ``count`` micro-batches, by
+    default as few as possible, or fewer if there are fewer rows. They have nearly equal numbers of tokens. The rows of
+    a prompt stay in one micro-batch as long as that takes no more passes.
     """
-    rows = _Rows.of(sequences)
-    count = count or num_micro_batches(sequences, max_tokens)
+    rows = _Rows.of(sequences, patches)
+    count = count or rows.count(max_tokens)
     candidates = [
         assignment
         for share in _SUBGROUP_SHARES
@@ -46,12 +58,14 @@ def build_micro_batches(sequences: Sequences, max_tokens: int, count: int | None
     return [_expand_units(piece, sequences) for piece in pieces]
 
 
-def num_micro_batches(sequences: Sequences, max_tokens: int) -> int:
+def num_micro_batches(sequences: Sequences, max_tokens: int, patches: PatchLimit | None = None) -> int:
     """Return the number of micro-batches of at most ``max_tokens`` that a batch needs."""
-    return int(_Rows.of(sequences).fit(max_tokens).max()) + 1
+    return _Rows.of(sequences, patches).count(max_tokens)
 
 
-def build_equal_micro_batches(sequences: Sequences, max_tokens: int) -> tuple[list[Index], int]:
+def build_equal_micro_batches(
+    sequences: Sequences, max_tokens: int, patches: PatchLimit | None = None
+) -> tuple[list[Index], int]:
     """Cut each rank's ``sequences`` into equally many micro-batches; return them and how many of them are real.
 
     All ranks of a sharded model must make every pass together. Those after the real ones repeat a row, and their
@@ -60,12 +74,13 @@ def build_equal_micro_batches(sequences: Sequences, max_tokens: int) -> tuple[li
     import torch
 
     if torch.distributed.get_world_size() == 1:
-        pieces = build_micro_batches(sequences, max_tokens)
+        pieces = build_micro_batches(sequences, max_tokens, patches=patches)
         return pieces, len(pieces)
     device = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
-    count = torch.tensor(num_micro_batches(sequences, max_tokens), device=device)
-    torch.distributed.all_reduce(count, torch.distributed.ReduceOp.MAX)
-    return repeat_shortest_row(build_micro_batches(sequences, max_tokens, int(count)), sequences, int(count))
+    most = torch.tensor(num_micro_batches(sequences, max_tokens, patches), device=device)
+    torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
+    count = int(most)
+    return repeat_shortest_row(build_micro_batches(sequences, max_tokens, count, patches), sequences, count)
 
 
 def repeat_shortest_row(pieces: list[Index], sequences: Sequences, count: int) -> tuple[list[Index], int]:
@@ -103,13 +118,21 @@ class _Rows:
     """[B]"""
     lengths: Index
     """[B]: the tokens of prompt and response."""
+    patches: Index
+    """[B]: the patches of the images of each row's prompt."""
+    max_patches: float
 
     @classmethod
-    def of(cls, sequences: Sequences) -> "_Rows":
+    def of(cls, sequences: Sequences, limit: PatchLimit | None) -> "_Rows":
         first = np.arange(0, len(sequences), sequences.unit_size)
         prompt, response = sequences.prompt_ids.lengths, sequences.response_ids.lengths
         responses, lengths = np.add.reduceat(response, first), np.add.reduceat(prompt + response, first)
-        return cls(prompt_numbers(sequences)[first], prompt[first], responses, lengths)
+        patches, most = (np.zeros_like(lengths), inf) if limit is None else (limit.of_rows[first], limit.most)
+        return cls(prompt_numbers(sequences)[first], prompt[first], responses, lengths, patches, most)
+
+    def count(self, max_tokens: int) -> int:
+        """Return the number of micro-batches that the rows need."""
+        return int(self.fit(max_tokens).max()) + 1
 
     def fit(self, max_tokens: int) -> Index:
         """Assign rows by first-fit decreasing over subgroups of the size that costs the least."""
@@ -133,23 +156,33 @@ class _Rows:
         """Return whether all ``count`` micro-batches have rows, and none but single rows exceeds ``max_tokens``."""
         tokens = np.bincount(assignment, weights=self.lengths, minlength=count)
         rows = np.bincount(assignment, minlength=count)
-        return bool((rows > 0).all() and ((tokens <= max_tokens) | (rows == 1)).all())
+        shares = self._shares(assignment)
+        patches = np.bincount(assignment[shares], weights=self.patches[shares], minlength=count)
+        encodes = (patches <= self.max_patches) | (np.bincount(assignment[shares], minlength=count) == 1)
+        return bool((rows > 0).all() and (((tokens <= max_tokens) & encodes) | (rows == 1)).all())
 
     def computed_tokens(self, assignment: Index) -> int:
         """Return the tokens that go through the model: a prompt counts once for each micro-batch with rows of it."""
-        shares = np.unique(assignment * (self.prompts.max() + 1) + self.prompts, return_index=True)[1]
-        return int(self.response_lengths.sum() + self.prompt_lengths[shares].sum())
+        return int(self.response_lengths.sum() + self.prompt_lengths[self._shares(assignment)].sum())
+
+    def _shares(self, assignment: Index) -> Index:
+        """Return a row of each prompt in each micro-batch that has rows of it."""
+        return np.unique(assignment * (self.prompts.max() + 1) + self.prompts, return_index=True)[1]
 
     def _first_fit(self, subgroup_tokens: float, max_tokens: int) -> Index:
         """Assign each subgroup, the largest first, to the first micro-batch with room for it."""
         subgroups, sizes = self._subgroups(subgroup_tokens)
+        patches = np.zeros_like(sizes)
+        patches[subgroups] = self.patches
         chosen = np.empty(len(sizes), np.int64)
-        tokens, used = np.zeros(len(sizes), np.int64), 0
+        tokens, encoded, used = np.zeros(len(sizes), np.int64), np.zeros(len(sizes), np.int64), 0
         for subgroup in np.argsort(-sizes, kind="stable"):
             fits = tokens[:used] + sizes[subgroup] <= max_tokens
+            fits &= encoded[:used] + patches[subgroup] <= self.max_patches
             chosen[subgroup] = fits.argmax() if fits.any() else used
             used = max(used, int(chosen[subgroup]) + 1)
             tokens[chosen[subgroup]] += sizes[subgroup]
+            encoded[chosen[subgroup]] += patches[subgroup]
         return chosen[subgroups]
 
     def _subgroups(self, max_tokens: float) -> tuple[Index, Index]:

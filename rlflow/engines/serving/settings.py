@@ -14,7 +14,8 @@ from rlflow.engines.memory import forbid_expandable_segments
 from rlflow.engines.vision.base import find_family
 from rlflow.engines.vision.passes import create_vision
 from rlflow.errors import RecipeError
-from rlflow.resources.memory.phases import MAX_BATCHED_TOKENS, reserved_rank
+from rlflow.resources.memory.phases import MAX_BATCHED_TOKENS
+from rlflow.resources.models.lora import reserved_rank
 
 # The head sizes and the block size of vLLM's attention on the CPU.
 _CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)

@@ -27,7 +27,8 @@ class ShardedEngine(TrainingEngine):
 
     def _cut(self, sequences: Sequences) -> tuple[list[Index], int]:
         """Return as many micro-batches on every rank."""
-        return build_equal_micro_batches(sequences, self._spec.layout.micro_batch_tokens)
+        tokens = self._spec.layout.micro_batch_tokens
+        return build_equal_micro_batches(sequences, tokens, self._limit_patches(sequences))
 
     def _step(self, totals: LossTotals) -> tuple[dict[str, float], float]:
         means = weighted_means(self._sum_over_ranks(totals.sums))

@@ -64,6 +64,11 @@ class VisionFamily(ABC):
         """The token that stands for an image in a prompt, and after expansion for each of its features."""
 
     @property
+    @abstractmethod
+    def patches_per_token(self) -> int:
+        """Return how many patches of an image become one token."""
+
+    @property
     def media_ids(self) -> frozenset[int]:
         """Return the tokens that stand for media. They are never sampled."""
         ids = (self.config.image_token_id, getattr(self.config, "video_token_id", None))

@@ -54,6 +54,10 @@ class Idefics3(VisionFamily):
             columns = math.ceil(int(rows * side * ratio) / side)
         return (0, 0) if rows == columns == 1 else (rows, columns)
 
+    @property
+    def patches_per_token(self) -> int:
+        return int(self.config.scale_factor) ** 2
+
     def read(self, picture: Any) -> Pixels:
         return Pixels(self.image_processor([[picture]], return_tensors="np")["pixel_values"][0])
 

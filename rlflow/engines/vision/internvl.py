@@ -22,6 +22,10 @@ class InternVL(VisionFamily):
         tiles = self.image_processor.get_number_of_image_patches(height, width)
         return self._tokens_of(f"<img>{self.placeholder * (tiles * self.config.image_seq_length)}</img>")
 
+    @property
+    def patches_per_token(self) -> int:
+        return round(float(self.config.downsample_ratio) ** -2)
+
     def read(self, picture: Any) -> Pixels:
         return Pixels(self.image_processor([picture], return_tensors="np")["pixel_values"])
 

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlflow.batch import Packed
+from rlflow.batch import Packed, Sequences
 from rlflow.batch.images import Image, images_of
 from rlflow.engines.base import EngineSpec
 from rlflow.engines.causal_lm.host_arrays import to_device
+from rlflow.engines.causal_lm.micro_batches import PatchLimit
 from rlflow.engines.causal_lm.packing import Index, Stream, rope_of_stream
 from rlflow.engines.vision.base import Ids, Pixels, VisionFamily, find_family, load_vision
 from rlflow.errors import EngineError, RecipeError
@@ -64,6 +65,15 @@ class Vision:
         self._threads = ThreadPoolExecutor(thread_name_prefix="images")
         self._cache: OrderedDict[str, Pixels] = OrderedDict()
         self._cache_bytes = 0
+
+    def limit_patches(self, sequences: Sequences, most: int | None) -> PatchLimit | None:
+        """Return the limit of a pass, with the patches of each row by its tokens that stand for images."""
+        if most is None or sequences.images is None:
+            return None
+        ids = sequences.prompt_ids
+        is_feature = (ids.values == self.family.placeholder_id).astype(np.int64)
+        features = np.add.reduceat(is_feature, ids.offsets[:-1])
+        return PatchLimit(most, features * self.family.patches_per_token)
 
     def place(self, stream: Stream, images: Packed | None) -> tuple[Stream, list[Pixels]]:
         """Return the stream with the places of features and with rotary positions, and the pixels of its images.

@@ -28,6 +28,10 @@ class QwenVL(VisionFamily):
         """Return the rows, and the columns, of patches that become one token."""
         return int(self.config.vision_config.spatial_merge_size)
 
+    @property
+    def patches_per_token(self) -> int:
+        return self._merge**2
+
     def read(self, picture: Any) -> Pixels:
         processed = self.image_processor([picture], return_tensors="np")
         _, rows, columns = processed["image_grid_thw"][0].tolist()

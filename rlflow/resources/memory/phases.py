@@ -9,11 +9,13 @@ from dataclasses import dataclass, replace
 
 from rlflow.resources.layout import GIB, Layout
 from rlflow.resources.memory.allocator import Allocator, allocator_of
+from rlflow.resources.memory.images import encoding_bytes
 from rlflow.resources.memory.overheads import NO_SHARP, Sharp, graphs_gib, process_terms
 from rlflow.resources.memory.state import (
     MIXED_PRECISION,
     Stage,
     TrainingMemory,
+    frozen_encoder_parameters,
     layer_bytes,
     persistent_buffers,
     pipeline_stages,
@@ -23,19 +25,12 @@ from rlflow.resources.memory.state import (
     total_gib,
 )
 from rlflow.resources.models.architecture import Architecture
-from rlflow.resources.models.lora import Lora, adapter_parameters
+from rlflow.resources.models.lora import Lora, adapter_parameters, reserved_rank
 
 # Memory that the driver reserves: torch's reports of exhausted memory give cards of 79.6 and 80 GiB 79.1 to 79.3.
 DRIVER_GIB = 0.5
 # Tokens in a step of vLLM. The engine gets this value, because its default depends on the kind of GPU.
 MAX_BATCHED_TOKENS = 8192
-# Ranks of adapters that vLLM reserves room for; smaller ranks are padded.
-LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-
-
-def reserved_rank(lora: Lora) -> int:
-    """Return the rank that vLLM reserves room for: the smallest of ``LORA_RANKS`` that the adapters fit into."""
-    return next(rank for rank in LORA_RANKS if rank >= lora.rank)
 
 
 def usable_gib(memory_gib: float) -> float:
@@ -126,6 +121,8 @@ def _moments(
     saved_activations = 0.0 if training.offloads_activations else saved_layers * stage.in_flight
     # Embeddings that layers have of their own (Gemma 4): looked up, projected, normalised in fp32, and their sum.
     saved_activations += per_rank * 12 * model.num_hidden_layers * model.hidden_size_per_layer_input
+    encoding, encoded = encoding_bytes(model, layout, training)
+    saved_activations += encoded
     logits = per_rank * model.num_outputs / layout.tensor_parallel_size if stage.head else 0.0
     full = training.lora is None
     trained = 1.0 if full else 0.0
@@ -164,7 +161,8 @@ def _moments(
     last_norm = per_rank * 8 * model.hidden_size if stage.head else 0.0
     yield Moment(0.0, {"activations": saved_activations + last_norm, "logits": loss, "gathered": at_loss})
     yield Moment(0.0, {"activations": saved_activations + first_gradients, "logits": output, "gathered": in_layers})
-    yield Moment(1 - computed, {"activations": saved + layer, "logits": output, "gathered": in_layers})
+    yield Moment(1 - computed, {"activations": saved + layer + encoded, "logits": output, "gathered": in_layers})
+    yield Moment(encoded and 1 - computed, {"activations": encoding + encoded, "logits": 0.0, "gathered": at_ends})
     yield Moment(1 - computed, {"activations": 0.0, "logits": output, "gathered": at_ends})
     if layout.offload in (None, "none"):
         nothing = {"activations": 0.0, "logits": 0.0, "gathered": 0.0}
@@ -208,13 +206,15 @@ def score_terms(
     gathered = 0.0
     if zero == 3 and layout.num_shards > 1:
         gathered = 2 * max(2 * stage.layer, stage.layer + stage.ends)
+    encoding, _ = encoding_bytes(model, layout, training)
     moving = {
-        "activations": per_rank * (8 * model.hidden_size + 6 * model.mlp_width) / GIB,
+        "activations": max(per_rank * (8 * model.hidden_size + 6 * model.mlp_width), encoding) / GIB,
         "logits": logit_bytes * min(logits, training.logits_at_once) / GIB,
         "gathered": gathered / GIB,
     }
     moving["fragmentation"] = allocator_of(layout).fragmentation * sum(moving.values())
-    weights = weight_bytes * (sharded_parameters(layout, stage) if zero == 3 else whole) / GIB
+    parameters = sharded_parameters(layout, stage) if zero == 3 else whole
+    weights = weight_bytes * (parameters + frozen_encoder_parameters(model, layout)) / GIB
     weights *= layout.offload != "weights"
     return {"weights": weights} | moving | process_terms(layout, sharp)
 

@@ -212,7 +212,7 @@ def stage_state(model: Architecture, layout: Layout, training: TrainingMemory, s
         trained += model.num_encoder_parameters
         trained_sharded += model.num_encoder_parameters / layout.num_shards
     else:
-        frozen += training.weights * model.num_encoder_parameters / (layout.num_shards if zero == 3 else 1)
+        frozen += training.weights * frozen_encoder_parameters(model, layout)
     terms = {
         "weights": frozen + ends["weights"] + sizes["weights"] * (trained_sharded if zero == 3 else trained),
         "gradients": ends["gradients"] + sizes["gradients"] * (trained_sharded if shards_gradients else trained),
@@ -224,6 +224,12 @@ def stage_state(model: Architecture, layout: Layout, training: TrainingMemory, s
     if layout.offload == "weights":
         terms["weights"] = 0.0
     return {name: size / GIB for name, size in terms.items()}
+
+
+def frozen_encoder_parameters(model: Architecture, layout: Layout) -> float:
+    """Return the parameters of frozen encoders on a GPU: ZeRO 3 shards them, and the engine with replicas does not."""
+    is_sharded = layout.zero_stage == 3 and layout.num_replicas is None
+    return model.num_encoder_parameters / (layout.num_shards if is_sharded else 1)
 
 
 def persistent_buffers(layout: Layout, training: TrainingMemory) -> dict[str, float]:

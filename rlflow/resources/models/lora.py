@@ -14,6 +14,9 @@ from rlflow.resources.models.architecture import Architecture
 from rlflow.resources.models.layers import LayerKind, traits_of
 from rlflow.schema import Count, Section
 
+# Ranks of adapters that vLLM reserves room for; smaller ranks are padded.
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Lora(Section):
@@ -66,6 +69,11 @@ def adapter_inputs(model: Architecture, lora: Lora, kind: LayerKind) -> int:
     inputs |= {"o_proj": kind.output, "out_proj": kind.output, "down_proj": kind.mlp_width}
     inputs |= {"gate_proj": experts * hidden, "up_proj": experts * hidden}
     return sum(inputs[name] for name in _target_widths(model, lora, kind))
+
+
+def reserved_rank(lora: Lora) -> int:
+    """Return the rank that vLLM reserves room for: the smallest of ``LORA_RANKS`` that the adapters fit into."""
+    return next(rank for rank in LORA_RANKS if rank >= lora.rank)
 
 
 def adapter_tensors(model: Architecture, lora: Lora) -> int:

@@ -109,6 +109,11 @@ class VisionTower(Section):
         return 2 * products + 4.0 * patches * spans * self.hidden_size
 
     @property
+    def saved_values(self) -> int:
+        """Return the values of a patch that a layer saves for its backward pass."""
+        return 6 * self.hidden_size + _MLP_MATRICES.get(self.model_type, 2) * self.intermediate_size
+
+    @property
     def _layer_products(self) -> int:
         """Return the parameters of a layer's matrices."""
         mlp = _MLP_MATRICES.get(self.model_type, 2) * self.intermediate_size

@@ -146,6 +146,7 @@ class ModelOption:
             gradient_checkpointing=checkpoints,
             kept_layers=kept_layers,
             micro_batch_tokens=self._most,
+            micro_batch_patches=self._patches(self._most),
         )
 
     @cached_property
@@ -204,13 +205,24 @@ class ModelOption:
         shares = (ceil(task.tokens * task.epochs / task.minibatches / ranks) for task in self.tasks)
         return max(self._least, min(MAX_MICRO_BATCH_TOKENS, max(shares, default=1)))
 
+    def _patches(self, tokens: int) -> int | None:
+        """Return the patches of a micro-batch: as many as are expected for its tokens, or in the longest prompt."""
+        pinned, model = self.demand.pins.micro_batch_patches, self.demand.architecture
+        tower = None if model is None else model.vision
+        if pinned != "auto" or tower is None or not self.host_set.counts_memory:
+            return None if pinned == "auto" else pinned
+        shares = (task.image_tokens * task.samples / task.tokens for task in self.tasks)
+        longest = max((task.prompts.longest for task in self.tasks), default=1.0)
+        return ceil(tower.patches_per_token * max(longest, tokens * max(shares, default=0.0)))
+
     def _terms(self, tokens: int) -> Terms:
         """Return the memory terms at the peak of a micro-batch."""
         if self.demand.architecture is None or not self.host_set.counts_memory:
             return {}
         if tokens not in self._terms_by_tokens:
             sharp = self.host_set.sharp
-            self._terms_by_tokens[tokens] = working_terms(self.demand, self.layout, tokens, sharp)
+            layout = replace(self.layout, micro_batch_patches=self._patches(tokens))
+            self._terms_by_tokens[tokens] = working_terms(self.demand, layout, tokens, sharp)
         return self._terms_by_tokens[tokens]
 
     def _gib(self, tokens: int) -> float:
@@ -219,7 +231,8 @@ class ModelOption:
     def _timed(self, tokens: int) -> tuple[Layout, Mapping[str, float]]:
         """Return the layout with a size of micro-batches, and the time of each node."""
         if tokens not in self._timed_by_tokens:
-            layout = self.layout if tokens == self._most else replace(self.layout, micro_batch_tokens=tokens)
+            patches = self._patches(tokens)
+            layout = replace(self.layout, micro_batch_tokens=tokens, micro_batch_patches=patches)
             seconds = task_seconds(self.demand, self.tasks, layout, self.host_set.speed, kv_tokens=inf)
             self._timed_by_tokens[tokens] = layout, seconds
         return self._timed_by_tokens[tokens]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from rlflow.batch import Sequences
 from rlflow.engines.causal_lm.micro_batches import (
+    PatchLimit,
     build_micro_batches,
     num_micro_batches,
     repeat_shortest_row,
@@ -60,15 +61,22 @@ def test_prompts_are_divided_where_that_saves_enough_passes() -> None:
 
 
 @pytest.mark.slow
-@given(groups=GROUPS, limit=st.integers(1, 120), more=st.integers(0, 9))
-def test_every_row_once_within_the_limit(groups: list[tuple[int, list[int]]], limit: int, more: int) -> None:
+@given(groups=GROUPS, limit=st.integers(1, 120), more=st.integers(0, 9), most_patches=st.integers(1, 40))
+def test_every_row_once_within_the_limit(
+    groups: list[tuple[int, list[int]]], limit: int, more: int, most_patches: int
+) -> None:
+    """The rows of a prompt share its images in a pass."""
     batch = of(groups)
-    lengths = batch.prompt_ids.lengths + batch.response_ids.lengths
-    needed = num_micro_batches(batch, limit)
-    pieces = build_micro_batches(batch, limit, needed + more)
+    lengths, prompts = batch.prompt_ids.lengths + batch.response_ids.lengths, batch.keys[:, 1]
+    of_prompts = np.arange(len(groups)) * 7 % 20
+    patches = PatchLimit(most_patches, of_prompts[prompts])
+    needed = num_micro_batches(batch, limit, patches)
+    pieces = build_micro_batches(batch, limit, needed + more, patches)
     assert sorted(np.concatenate(pieces).tolist()) == list(range(len(batch)))
     assert all((np.diff(piece) > 0).all() for piece in pieces)
     assert all(len(piece) == 1 or lengths[piece].sum() <= limit for piece in pieces)
+    shown = [np.unique(prompts[piece]) for piece in pieces]
+    assert all(len(together) == 1 or of_prompts[together].sum() <= most_patches for together in shown)
     assert len(pieces) == min(needed + more, len(batch))
 
 
@@ -89,6 +97,16 @@ def test_rows_that_are_compared_stay_in_one_pass(limit: int, pieces: list[list[i
     assert len(build_micro_batches(given, limit, 5)) == 3
     # A rank without rows works on one row of its own.
     assert lists(build_micro_batches(given.take(np.array([0])), limit)) == [[0]]
+
+
+def test_images_of_a_prompt_count_once_in_a_pass() -> None:
+    """Three prompts of 8 patches each and one without; a pass has 16, whose rows would fit into one by their tokens."""
+    given = of([(2, [1, 1, 1])] * 4)
+    patches = PatchLimit(16, np.repeat([8, 8, 8, 0], 3))
+    assert len(build_micro_batches(given, 100)) == 1
+    pieces = build_micro_batches(given, 100, patches=patches)
+    assert sorted(map(len, pieces)) == [6, 6]
+    assert all(len(set(given.keys[piece, 1]) - {3}) <= 2 for piece in pieces)
 
 
 @pytest.mark.slow

@@ -1,7 +1,9 @@
 """Training of parts of a vision-language model, and engines that follow it."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,9 +11,10 @@ import pytest
 from rlflow.batch import Packed, Prompts, Sequences
 from rlflow.engines.base import EngineSpec, Sampling
 from rlflow.engines.causal_lm.adapters import is_adapter
+from rlflow.engines.fsdp import FsdpEngine
 from rlflow.engines.torch import TorchEngine
 from rlflow.engines.transformers import TransformersEngine
-from rlflow.engines.vision.base import find_family, load_vision
+from rlflow.engines.vision.base import Pixels, find_family, load_vision
 from rlflow.errors import EngineError, RecipeError
 from rlflow.nodes.policy_loss import LikelihoodLoss
 from rlflow.recipe import Model, Optimizer
@@ -88,6 +91,30 @@ def test_adapters_are_in_the_language_part_alone() -> None:
     engine.update(minibatch(build_case("qwen2_5_vl").sequences), LikelihoodLoss())
 
 
+def test_passes_are_limited_in_patches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest prompt has 132 tokens of images, each of four patches: a pass has that, and another the rest."""
+    of, sequences = actor("internvl"), build_case("internvl").sequences
+    engine = TorchEngine(of)
+    assert engine._vision is not None
+    together = engine.logprobs(sequences, 1.0).values.values
+    family, encoded = engine._vision.family, list[int]()
+    features = sum(
+        int((ids == family.placeholder_id).sum()) for ids in map(sequences.prompt_ids.__getitem__, range(0, 15, 3))
+    )
+    engine._spec = replace(of, layout=replace(of.layout, micro_batch_patches=4 * features // 2))
+    encode = family.encode
+
+    def counted(model: Any, images: Sequence[Pixels]) -> Any:
+        outputs = encode(model, images)
+        encoded.append(len(outputs[0]))
+        return outputs
+
+    monkeypatch.setattr(family, "encode", counted)
+    np.testing.assert_allclose(engine.logprobs(sequences, 1.0).values.values, together, atol=2e-6)
+    assert len(encoded) > 1
+    assert sum(encoded) == features
+
+
 def test_frozen_parts_are_kept_in_the_models_own_type() -> None:
     of = actor("idefics3")
     engine = TorchEngine(replace(of, model=replace(of.model, dtype="bfloat16")))
@@ -97,6 +124,8 @@ def test_frozen_parts_are_kept_in_the_models_own_type() -> None:
 def test_a_text_model_has_no_parts_and_a_vision_model_no_scalar_head() -> None:
     with pytest.raises(RecipeError, match="reads text alone, and has none of the parts language, tower, projector"):
         TorchEngine(replace(spec(), train="all"))
+    with pytest.raises(RecipeError, match="shards, and trains, the language part of a model alone"):
+        FsdpEngine(actor("idefics3", "all"))
     with pytest.raises(RecipeError, match="a value head is not supported on models of the type 'idefics3'"):
         TorchEngine(vision_spec("idefics3", "Values"))
 

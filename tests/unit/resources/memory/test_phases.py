@@ -23,14 +23,13 @@ from rlflow.resources.memory.phases import (
     cached_gib,
     generate_memory,
     host_terms,
-    reserved_rank,
     score_terms,
     update_terms,
     usable_gib,
 )
 from rlflow.resources.memory.state import TrainingMemory, layer_activations, pipeline_stages, state_terms, total_gib
 from rlflow.resources.models.architecture import Architecture
-from rlflow.resources.models.lora import Lora, adapter_parameters
+from rlflow.resources.models.lora import Lora, adapter_parameters, reserved_rank
 from rlflow.resources.planner.confidence import MEMORY_BANDS, Kind
 from rlflow.schema import parse
 from tests.conftest import ROOT
