@@ -13,6 +13,8 @@ from rlflow.resources.workload import Edge, Task
 _TOKEN_BYTES = 4
 # Pickling adds so much to each text, and to each row of a data set for the names of its fields.
 _TEXT_OVERHEAD_BYTES, _ROW_OVERHEAD_BYTES = 15, 64
+# A token of an image stands for 28 x 28 pixels in most models; a JPEG has about a quarter of a byte for each.
+_IMAGE_TOKEN_BYTES = 196
 # The size of a number whose type does not tell it.
 _NUMBER_BYTES = 8
 # Columns that a node passes on unchanged: they are stored once, with the edge that they come from.
@@ -61,10 +63,12 @@ def _readers(graph: Graph, name: str) -> Iterator[str]:
 def _source_bytes(kind: type, task: Task, text_bytes: float) -> float:
     """Return the bytes of the step's rows, each counted once. The text of a row is assumed as long as its prompt."""
     rows = task.samples / task.group_size
+    images = task.image_tokens * _IMAGE_TOKEN_BYTES
     if issubclass(kind, Prompts):
-        return rows * (task.prompts.mean * (_TOKEN_BYTES + text_bytes) + _ROW_OVERHEAD_BYTES)
+        text = (task.prompts.mean - task.image_tokens) * text_bytes + _ROW_OVERHEAD_BYTES
+        return rows * (task.prompts.mean * _TOKEN_BYTES + text + images)
     responses = Pairs.unit_size if issubclass(kind, Pairs) else 1
-    return rows * responses * (task.prompts.mean + task.responses.mean) * _TOKEN_BYTES
+    return rows * (responses * (task.prompts.mean + task.responses.mean) * _TOKEN_BYTES + images)
 
 
 def _output_bytes(kind: type, task: Task, text_bytes: float) -> tuple[float, float]:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
+# An image of 64 megapixels takes up to a gigabyte while it is decoded, and a second.
+_THREADS = 8
 # The pixels that stay in memory: a step passes over its images several times.
 _CACHE_BYTES = 2**30
 
@@ -62,7 +64,7 @@ class Vision:
         self.family = family
         self._is_trained = is_trained
         self._encodes_always = encodes_always
-        self._threads = ThreadPoolExecutor(thread_name_prefix="images")
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="images")
         self._cache: OrderedDict[str, Pixels] = OrderedDict()
         self._cache_bytes = 0
 

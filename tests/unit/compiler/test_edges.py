@@ -56,6 +56,13 @@ def test_experts_of_tokens_are_stored_for_routing_replay() -> None:
     assert found.bytes - without.bytes == found.stored - without.stored
 
 
+def test_images_are_stored_once_for_a_prompt() -> None:
+    """Half of a prompt's tokens stand for images, and have no text: 4 bytes of an id, and 196 of a JPEG."""
+    found = edges("recipe=grpo_7b", *LENGTHS, "expect.image_tokens=50")
+    assert found["prompts"].bytes == pytest.approx(256 * (50 * 8 + 50 * 200 + 64), rel=0.01)
+    assert found["rollouts"].bytes == edges("recipe=grpo_7b", *LENGTHS)["rollouts"].bytes
+
+
 def test_as_many_bytes_as_an_engine_puts_into_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sizes are those of responses and of prompts in the store."""
     held: dict[int, Any] = {}
