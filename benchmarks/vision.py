@@ -63,12 +63,17 @@ def compare_passes() -> tuple[float, int]:
     for kind in KINDS:
         case, calls = build_case(kind), list[int]()
         plain = AutoModelForImageTextToText.from_pretrained(model_folder(kind), dtype=torch.float32)
-        encode = case.vision.family.encode
-        case.vision.family.encode = lambda *inputs, encode=encode, calls=calls: calls.append(1) or encode(*inputs)
+        family: Any = case.vision.family
+        encode = family.encode
+        family.encode = lambda *inputs, encode=encode, calls=calls: calls.append(1) or encode(*inputs)
+        prompts, responses = case.sequences.prompt_ids, case.sequences.response_ids
         with torch.no_grad():
             packed = token_scores(case.model, case.sequences, 1.0, vision=case.vision)[:, 0]
-            rows = zip(case.sequences.prompt_ids, case.pictures, case.sequences.response_ids, strict=True)
-            expected = torch.cat([plain_logprobs(kind, plain, *row) for row in rows])
+            plain_rows = [
+                plain_logprobs(kind, plain, prompts[row], case.pictures[row], responses[row])
+                for row in range(len(prompts))
+            ]
+        expected = torch.cat(plain_rows)
         errors.append(float((packed - expected).abs().max()))
         most_calls = max(most_calls, len(calls))
         print(f"{kind}: logprobs of {len(expected)} tokens differ by at most {errors[-1]:.1e}")
