@@ -48,6 +48,7 @@ OBJECTS: Mapping[str, Mapping[str, str]] = {
         "self.model_runner": "vllm.v1.worker.gpu_model_runner.GPUModelRunner",
         "self.model_runner.get_model()": "vllm.model_executor.models.qwen2.Qwen2ForCausalLM",
         "model": "vllm.model_executor.models.qwen2.Qwen2ForCausalLM",
+        "vision_model": "vllm.model_executor.models.idefics3.Idefics3ForConditionalGeneration",
         "sample": "vllm.v1.worker.gpu.sample.sampler.Sampler._sample_random",
     },
     "system/compat/vllm.py": {

@@ -99,11 +99,11 @@ class WorkerExtension:
         return set_current_vllm_config(self.vllm_config)
 
 
-def _part_of(model: Any, weight: str) -> Part:
+def _part_of(vision_model: Any, weight: str) -> Part:
     """Return the part that a weight belongs to, by its name in vLLM's own model."""
-    if not hasattr(model, "get_mm_mapping"):
+    if not hasattr(vision_model, "get_mm_mapping"):
         return "language"
-    mapping = model.get_mm_mapping()
+    mapping = vision_model.get_mm_mapping()
     # vLLM's projector may lie inside of the tower.
     if weight.startswith(tuple(mapping.connector)):
         return "projector"
