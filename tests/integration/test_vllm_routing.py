@@ -1,6 +1,6 @@
 """The experts that vLLM records on a CPU, against those of the same model in transformers."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,10 +15,10 @@ from rlflow.engines.torch import TorchEngine
 from rlflow.engines.transformers import TransformersEngine
 from tests.expert_models import NUM_EXPERTS, save_model
 from tests.helpers import keys, spec
-from tests.integration.engine_process import EngineProcess
+from tests.integration.engine_process import EngineProcess, processes
 from tests.integration.test_vllm import broken_off
 
-SHARED_PROCESSES = "vLLM"
+SHARED_PROCESSES = "vLLM with experts"
 pytestmark = pytest.mark.slow
 
 SAMPLING = Sampling(max_tokens=8, group_size=3)
@@ -30,6 +30,13 @@ def given(step: int = 0) -> Prompts:
     first = draw.integers(1, 13, 40)
     ids = [first, np.concatenate([first[:36], draw.integers(1, 13, 3)]), draw.integers(1, 13, 5)]
     return Prompts(keys=keys(3, step=step), ids=Packed.from_rows(ids, np.int32), rows=({},) * 3)
+
+
+@pytest.fixture(scope="module")
+def vllm_process() -> Iterator[EngineProcess]:
+    """Return a process of its own: vLLM makes groups for experts only in one whose first model has some."""
+    with processes(1, "vllm") as (started,):
+        yield started
 
 
 @pytest.fixture(scope="module")
