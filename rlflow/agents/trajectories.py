@@ -71,7 +71,7 @@ def _row(sample_ids: Ids, rollout: Rollout) -> ConversationRow:
         calls[-1].result.text if calls else "",
         outcome is not None and outcome.finished,
         sum(rollout.call_rewards, end),
-        # That of the end comes with the last call.
+        # The last call also gets the reward of the end.
         [rollout.call_rewards[call] + (end if call == len(calls) - 1 else 0.0) for call in order],
         rollout.reason,
         prompts=[segment.context[0] for segment in segments] or [sample_ids],

@@ -31,7 +31,7 @@ class WorkerDied:
     running: str
     """The episode whose code it was running; empty if it was running none."""
     is_blocked: bool
-    """That episode kept the process from all others for too long."""
+    """The running episode kept the process from all others for too long."""
 
 
 class AgentWorker:

@@ -89,6 +89,7 @@ def _nearest(problem: Problem, pin: Pin, working: Pin) -> Pin:
         return problem.with_pins([replace(pin, value=value)]).fits()
 
     wanted, good = pin.value, working.value
+    # Replicas divide the ranks evenly, so a number between two that work need not work.
     if (
         pin.field == "num_replicas"
         or not isinstance(wanted, int | float)

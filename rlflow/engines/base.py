@@ -301,6 +301,8 @@ class EngineKind:
     """Raises the library's error if its installation does not work although it can be imported."""
     routing_replay: bool = False
     """It records the experts of the tokens that it generates, or uses recorded ones where it trains."""
+    trains_vision: bool = False
+    """It can train the parts of a model that read images, too."""
     concurrent: bool = False
     """True for a ``SessionEngine``: it batches the samples of several callers, and generates while it receives more."""
     training_memory: TrainingMemories = field(

@@ -128,6 +128,7 @@ ENGINE = EngineKind(
     parallel=frozenset({"data", "sequence"}),
     package="deepspeed",
     routing_replay=True,
+    trains_vision=True,
     training_memory={"float32": replace(TRAINING_MEMORY, weights=4, logits=8), "bfloat16": TRAINING_MEMORY},
     sends_weights_by=ALL_TRANSPORTS,
 )

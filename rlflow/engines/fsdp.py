@@ -15,8 +15,6 @@ from rlflow.engines.sharded.shard_values import count_copies, full_values, local
 from rlflow.engines.sharded.sharded_state import ShardedState
 from rlflow.engines.sharded.shards import MeshShards
 from rlflow.engines.sharded.trained_state import TrainedState
-from rlflow.errors import RecipeError
-from rlflow.resources.models.vision import list_parts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,9 +34,6 @@ class FsdpEngine(ShardedEngine):
     def __init__(self, spec: EngineSpec) -> None:
         import torch
 
-        if list_parts(spec.train) != ("language",):
-            fact = "this engine shards, and trains, the language part of a model alone"
-            raise RecipeError(f"roles.{spec.role}.train", fact, fix="train: language, or engine: deepspeed")
         super().__init__(spec)
         join_process_group(spec)
         self._dtype = getattr(torch, spec.model.dtype)

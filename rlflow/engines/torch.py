@@ -119,6 +119,7 @@ ENGINE = EngineKind(
     engine=TorchEngine,
     parallel=frozenset({"sequence"}),
     routing_replay=True,
+    trains_vision=True,
     training_memory=TORCH_TRAINING,
     sends_weights_by=ALL_TRANSPORTS,
 )

@@ -102,7 +102,8 @@ class MaxRlAdvantage(Node, kind="maxrl_advantage", unit="group"):
 
     def run(self, rollouts: Rollouts, rewards: Rewards) -> RolloutAdvantages:
         if (rewards.values < 0).any():
-            raise EngineError(f"maxrl_advantage: a reward is {np.nanmin(rewards.values):g}; MaxRL needs 0 or more.")
+            fact = f"maxrl_advantage expected 0 or more, got {np.nanmin(rewards.values):g}"
+            raise EngineError(f"rewards: {fact}.\n  Fix: rewards of 0 and 1, or node: group_advantage.")
         centred, _ = center_in_groups(rewards.values, groups_of(rollouts))
         mean = rewards.values - centred
         return repeat_for_tokens(np.divide(centred, mean, out=0 * centred, where=~(mean <= 0)), rollouts)

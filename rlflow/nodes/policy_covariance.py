@@ -11,6 +11,7 @@ Shapes: N tokens of a step, T response tokens of a micro-batch.
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import numpy as np
@@ -44,7 +45,7 @@ class CovarianceUpdate(PolicyGradient):
     def choose(self, covariances: NDArray[np.float64], count: int, step: int) -> NDArray[np.int64]:
         """Return the numbers of at most ``count`` tokens from the covariances [N] of all tokens."""
 
-    def run(  # type: ignore[override]
+    def run(
         self,
         engine: Trains,
         rollouts: Rollouts,
@@ -52,6 +53,8 @@ class CovarianceUpdate(PolicyGradient):
         reference: Logprobs | None = None,
         old_logprobs: Logprobs | None = None,
         state: KlCoefficient | None = None,
+        *,
+        columns: Mapping[str, Packed] = MappingProxyType({}),
     ) -> Metrics:
         """Train on the rollouts that have an advantage."""
         old = rollouts.logprobs if old_logprobs is None else old_logprobs.values
@@ -62,7 +65,7 @@ class CovarianceUpdate(PolicyGradient):
             centred = [column[tokens] - column[tokens].mean() for column in (values, old.values.astype(np.float64))]
             count = max(1, int(self.share * len(tokens)))
             chosen[tokens[self.choose(centred[0] * centred[1], count, int(rollouts.keys[:, 0].max()))]] = 1.0
-        columns = {"chosen": Packed(chosen, old.offsets)}
+        columns = {**columns, "chosen": Packed(chosen, old.offsets)}
         return super().run(engine, rollouts, advantages, reference, old_logprobs, state, columns=columns)
 
 

@@ -45,9 +45,8 @@ class SapoUpdate(PolicyGradient, Node, kind="sapo_update", unit="batch"):
 
     def surrogate(self, logprobs: "Tensor", columns: "Columns") -> "Loss":
         advantages = columns["advantages"]
-        temperature = advantages.new_full((), self.temperature_positive).where(
-            advantages > 0, advantages.new_full((), self.temperature_negative)
-        )
+        temperature = advantages.new_full(advantages.shape, self.temperature_negative)
+        temperature = temperature.masked_fill(advantages > 0, self.temperature_positive)
         share = (temperature * (ratio(logprobs - columns["old_logprobs"]) - 1)).sigmoid()
         return -4 / temperature * share * advantages, {"gate": 4 * share * (1 - share)}
 

@@ -77,7 +77,7 @@ class PolicyGradient(Section):
     alarms: ClassVar[tuple[Alarm, ...]] = POLICY_ALARMS
 
     aggregation: Aggregation = "token"
-    """The unit of equal weight: a ``token``, a ``prompt`` or a ``sequence``; or a token counts over a ``constant``."""
+    """The unit of equal weight: each ``token``, ``prompt`` or ``sequence``. ``constant`` divides by a fixed length."""
     constant_length: Count | None = None
     """The number of tokens by which ``aggregation: constant`` divides each response."""
     kl_coef: Coefficient = 0.0
@@ -85,7 +85,7 @@ class PolicyGradient(Section):
     kl_estimator: Estimator = "k3"
     """The estimator of a token's divergence; docs/algorithms.md compares them."""
     unbiased_kl: bool = False
-    """Multiply the estimate by the ratio w, gradient included: that of the divergence is then unbiased (2512.02556)."""
+    """Multiply the estimate by the ratio to the old policy, which makes the gradient unbiased (arXiv 2512.02556)."""
     kl_target: Annotated[Divergence, Unit("nats per token")] | None = None
     """A divergence of tokens. ``kl_coef`` is then the start value, and follows the target from step to step."""
     entropy_coef: Coefficient = 0.0
@@ -93,7 +93,7 @@ class PolicyGradient(Section):
     correction: Correction | None = None
     """An importance weight for what sampled: an engine of other numerics, older versions. Needs ``old_logprobs``."""
     off_policy_mask: Annotated[Divergence, Unit("nats per token")] | None = None
-    """Leave out responses with a negative advantage and a larger mean of log(p_sampler / p) (2512.02556, eq. 9)."""
+    """Leave out responses with a negative advantage whose mean log(p_sampler / p) is larger (arXiv 2512.02556)."""
     skip_truncated: bool = False
     """Do not train on responses that were cut at the limit (DAPO's overlong filtering)."""
     critic_warmup: Annotated[CountOrZero, Unit("steps")] = 0

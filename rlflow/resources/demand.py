@@ -66,9 +66,8 @@ class Demand:
     def cuts_layers(self, size: int) -> bool:
         """Return whether ``size`` ranks of torch can divide the layers that this role trains or scores with."""
         model = self.architecture
-        if size == 1 or model is None:
-            return size == 1 or self.training.lora is None
-        return self.training.lora is None and model.vision is None and model.cuts_evenly(size)
+        is_whole = model is None or (model.vision is None and model.cuts_evenly(size))
+        return size == 1 or (self.training.lora is None and is_whole)
 
     def check(self, largest_host: int, *, on_gpus: bool = True) -> None:
         """Check the pins against the engine, the hosts and each other. Raises PlacementError."""

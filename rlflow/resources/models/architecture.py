@@ -38,7 +38,7 @@ class Architecture(Figures):
     def cuts_evenly(self, size: int) -> bool:
         """Return whether ``size`` ranks can have a part of each layer and of the vocabulary, all of the same width."""
         widths = (self.num_attention_heads, self.num_key_value_heads, self.vocab_size, self.intermediate_size)
-        return size == 1 or (self.model_type in CUT_TYPES and all(width % size == 0 for width in widths))
+        return self.model_type in CUT_TYPES and all(width % size == 0 for width in widths)
 
     @cached_property
     def num_parameters(self) -> int:

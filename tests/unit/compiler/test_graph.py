@@ -103,6 +103,11 @@ def test_no_option_has_the_name_of_an_input() -> None:
         ),
         ("roles.extra={model: policy, engine: fake}", "roles.extra: no node uses this role"),
         ("roles.rollout.follows=reference", "roles.rollout.follows: 'reference' is never trained"),
+        (
+            "roles.actor={engine: fsdp, train: all}",
+            "roles.actor.train: 'fsdp' trains the language part of a model alone.\n"
+            "  Fix: train: language, or engine: deepspeed or torch",
+        ),
         ("roles.rollout.follows=acto", "roles.rollout.follows: no role 'acto'"),
         ("roles.reference.optimizer={}", "roles.reference.optimizer: 'reference' is never trained"),
         (

@@ -74,7 +74,7 @@ def test_maxrl_by_hand() -> None:
     advantages = MaxRlAdvantage().run(GROUPS, rewards)
     assert [advantages.values[row][0] for row in range(6)] == [3, -1, -1, -1, 0, 0]
     assert advantages.is_included.tolist() == [True] * 6 + [False]
-    with pytest.raises(EngineError, match=r"a reward is -1; MaxRL needs 0 or more"):
+    with pytest.raises(EngineError, match="rewards: maxrl_advantage expected 0 or more, got -1"):
         MaxRlAdvantage().run(GROUPS, Rewards(values=-rewards.values))
 
 

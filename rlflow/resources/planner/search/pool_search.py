@@ -97,7 +97,7 @@ def _use_under(
     layouts = {demand.role: searches.of(demand, policy, pool) for demand in pool.demands}
     least_seconds = sum(search.least_seconds for search in layouts.values())
     is_slower = Shortage(pool.demands[0].role, inf, "another policy is as fast")
-    # Where a role has no layout at all, its time is infinite, and its shortage says why.
+    # A role without any layout has an infinite time, and its shortage says why.
     if below <= least_seconds < inf:
         return is_slower
     sleeps = {demand.role: _sleeps(demand, policy, pool) for demand in pool.demands}

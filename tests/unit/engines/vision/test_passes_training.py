@@ -11,7 +11,6 @@ import pytest
 from rlflow.batch import Packed, Prompts, Sequences
 from rlflow.engines.base import EngineSpec, Sampling
 from rlflow.engines.causal_lm.adapters import is_adapter
-from rlflow.engines.fsdp import FsdpEngine
 from rlflow.engines.torch import TorchEngine
 from rlflow.engines.transformers import TransformersEngine
 from rlflow.engines.vision.base import Pixels, find_family, load_vision
@@ -124,8 +123,6 @@ def test_frozen_parts_are_kept_in_the_models_own_type() -> None:
 def test_a_text_model_has_no_parts_and_a_vision_model_no_scalar_head() -> None:
     with pytest.raises(RecipeError, match="reads text alone, and has none of the parts language, tower, projector"):
         TorchEngine(replace(spec(), train="all"))
-    with pytest.raises(RecipeError, match="shards, and trains, the language part of a model alone"):
-        FsdpEngine(actor("idefics3", "all"))
     with pytest.raises(RecipeError, match="a value head is not supported on models of the type 'idefics3'"):
         TorchEngine(vision_spec("idefics3", "Values"))
 
