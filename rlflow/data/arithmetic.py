@@ -27,6 +27,22 @@ def additions(split: str, digits: int, seed: int = 0) -> list[Row]:
     return rows
 
 
+def mixed_additions(split: str, max_digits: int, rows: int, seed: int = 0) -> list[dict[str, str | int]]:
+    """Draw so many sums of numbers with 1 to ``max_digits`` digits, equally many of each; ``digits`` is a column.
+
+    The splits share no sums. Small numbers repeat: there are only 100 sums of two digits.
+    """
+    draw = random.Random(f"{seed} {split}")
+    sums: list[dict[str, str | int]] = []
+    while len(sums) < rows:
+        digits = len(sums) % max_digits + 1
+        left, right = draw.randrange(10**digits), draw.randrange(10**digits)
+        if _is_test(left, right, seed) == (split == "test"):
+            prompt = f"{left:0{digits}}+{right:0{digits}}="
+            sums.append({"prompt": prompt, "answer": f"{left + right:0{digits + 1}}"[::-1], "digits": digits})
+    return sums
+
+
 def addition_pairs(split: str, digits: int, seed: int = 0) -> list[Row]:
     """Return the same sums with the right answer as the chosen response and one with a wrong digit as the rejected."""
     draw = random.Random(seed)

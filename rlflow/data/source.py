@@ -75,14 +75,23 @@ class DataSource:
 
     def prompts(self, step: int) -> Prompts:
         """Return ``batch_size`` prompts for ``step``, counted from 0."""
-        first, end = self._position(step), self._position(step + 1)
-        return self._prompts_at(_keys(step, end - first), np.arange(first, end))
+        return self.prompts_from(self._position(step), step, 0, self.data.batch_size)
 
     def prompts_from(self, position: int, step: int, first: int, count: int) -> Prompts:
         """Return ``count`` prompts from ``position``, with keys of ``step`` that are numbered from ``first``."""
-        keys = _keys(step, count)
+        return self.prompts_of(self._rows_at(np.arange(position, position + count)), step, first)
+
+    def prompts_of(self, rows: NDArray[np.int64], step: int, first: int) -> Prompts:
+        """Return the prompts of these rows, with keys of ``step`` that are numbered from ``first``."""
+        keys = _keys(step, len(rows))
         keys[:, 1] += first
-        return self._prompts_at(keys, np.arange(position, position + count))
+        chosen = tuple(self.rows[int(row)] for row in rows)
+        images = _read_images(self.images, rows)
+        return self._rendered(Prompts(keys=keys, ids=self.prompt_ids.take(rows), rows=chosen, images=images))
+
+    def labels(self, column: str | None) -> list[str]:
+        """Return the value of a column in each row as text; the same text for all rows without a column."""
+        return ["" if column is None else str(row[column]) for row in self.rows]
 
     def copy_locally(self, rollouts: Rollouts) -> Rollouts:
         """Copy rollouts out of the object store into this object's process, which has put their images there."""
@@ -162,12 +171,6 @@ class DataSource:
         """Return the position where ``step`` begins."""
         first_step, rows = self.resumed_at
         return rows + (step - first_step) * self.data.batch_size
-
-    def _prompts_at(self, keys: NDArray[np.int64], positions: NDArray[np.int64]) -> Prompts:
-        rows = self._rows_at(positions)
-        chosen = tuple(self.rows[int(row)] for row in rows)
-        images = _read_images(self.images, rows)
-        return self._rendered(Prompts(keys=keys, ids=self.prompt_ids.take(rows), rows=chosen, images=images))
 
     def _rendered(self, prompts: Prompts) -> Prompts:
         if not self.renders_prompts:

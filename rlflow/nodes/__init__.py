@@ -5,7 +5,7 @@ Data goes through the room in this order:
 1. ``generate`` samples responses to prompts, in one piece or in turns with an environment; in ``agent``, programs call
    the model.
 2. ``scoring`` computes logprobs, values and rewards of them by models, ``reward`` rewards by functions.
-3. ``reward_shaping`` subtracts penalties (``kl``); ``dynamic_sampling`` selects prompts.
+3. ``reward_shaping`` subtracts penalties (``kl``); ``dynamic_sampling`` selects prompts, and ``curriculum`` draws them.
 4. ``advantages``, ``advantage_by_part``, ``turns`` and ``critic`` turn rewards into advantages.
 5. ``policy_update``, ``policy_variants``, ``policy_gates`` and ``policy_covariance`` (loss: ``policy_loss``),
    ``critic``, ``preference``, ``preference_free`` and ``sft`` train, in ``minibatches``.
@@ -18,6 +18,7 @@ from rlflow.nodes import (
     advantages,
     agent,
     critic,
+    curriculum,
     dynamic_sampling,
     generate,
     policy_covariance,
@@ -33,6 +34,6 @@ from rlflow.nodes import (
     turns,
 )
 
-__all__ = ["advantage_by_part", "advantages", "agent", "critic", "dynamic_sampling", "generate", "policy_covariance"]
-__all__ += ["policy_gates", "policy_update", "policy_variants", "preference", "preference_free", "reward"]
-__all__ += ["reward_shaping", "scoring", "sft", "turns"]
+__all__ = ["advantage_by_part", "advantages", "agent", "critic", "curriculum", "dynamic_sampling", "generate"]
+__all__ += ["policy_covariance", "policy_gates", "policy_update", "policy_variants", "preference", "preference_free"]
+__all__ += ["reward", "reward_shaping", "scoring", "sft", "turns"]

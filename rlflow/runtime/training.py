@@ -111,10 +111,10 @@ class Training:
 
 
 def _generate_in_rounds(training: Training) -> Training:
-    """Run the nodes up to dynamic sampling in rounds, until enough prompts have responses with different rewards."""
+    """Run the nodes up to the one that selects prompts in rounds, on prompts that it may draw."""
     if not (nodes := resampled_nodes(training.graph)):
         return training
-    rounds = ResamplingRounds(nodes, training.plan.recipe.data.batch_size, training.data, training.runner.run)
+    rounds = ResamplingRounds(nodes, training.plan.recipe, training.data, training.runner.run)
     return replace(training, graph=training.graph.without(nodes), start_of_step=rounds)
 
 

@@ -38,6 +38,10 @@ def begins_low(texts: Sequence[str], rows: Any) -> list[float]:
     return [float(text[:1] < "3") for text in texts]
 
 
+def prompt_begins_low(texts: Sequence[str], rows: Any) -> list[float]:
+    return [float(row["prompt"] < "3") for row in rows]
+
+
 def all_alike(texts: Sequence[str], rows: Any) -> list[float]:
     return [1.0] * len(texts)
 
@@ -108,19 +112,37 @@ def test_the_first_prompts_that_differ_are_trained_on(trained: list[Minibatch], 
 )
 def test_as_many_as_are_missing_take(answered: int, found: int, count: int) -> None:
     """A round for a batch of 100 has at least a quarter of it."""
-    rounds = ResamplingRounds(resampled_nodes(plan_of("begins_low").graph), 100, Mock(), Mock())
+    plan = plan_of("begins_low", "data.batch_size=100")
+    rounds = ResamplingRounds(resampled_nodes(plan.graph), plan.recipe, Mock(), Mock())
     assert rounds._round_size(answered, found) == count
 
 
 @pytest.mark.slow
-def test_stopped_and_resumed_it_is_the_same_to_the_bit(tmp_path: Path) -> None:
-    plan = plan_of("begins_low", recipe="real")
+@pytest.mark.parametrize("sampling", ["dynamic_sampling", "curriculum, max_rounds: 3"])
+def test_stopped_and_resumed_it_is_the_same_to_the_bit(sampling: str, tmp_path: Path) -> None:
+    plan = plan_of("begins_low", f"graph.sampling={{node: {sampling}}}", recipe="real")
     run(plan, tmp_path / "whole", LocalRuntime(), [MetricsWriter()])
     assert {step["sampling/rounds"] for step in metrics(tmp_path / "whole")} != {1}
     folder, asked = tmp_path / "stopped", iter([False, False, True])
     run(plan, folder, LocalRuntime(), [MetricsWriter()], stop=lambda: next(asked))
     run(plan, folder, LocalRuntime(), [MetricsWriter()], resume=True)
     assert metrics(folder) == metrics(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_a_curriculum_learns_of_the_rows_that_it_has_drawn(trained: list[Minibatch], tmp_path: Path) -> None:
+    """The reward of a row is its first digit's, so the success of each is known."""
+    plan = plan_of("prompt_begins_low", "graph.sampling={node: curriculum}")
+    run(plan, tmp_path, LocalRuntime(), [MetricsWriter()])
+    place = json.loads((tmp_path / f"checkpoints/step-{STEPS:06d}/graph.sampling/place.json").read_text())
+    rows = load_rows(plan.recipe.data, "split")
+    is_low = [rows[row]["prompt"] < "3" for row in place["known"]]
+    assert [estimate > 0 for estimate in place["rows"]] == is_low
+    assert set(is_low) == {True, False}
+    prompts = {tuple(batch.prompt_ids[row].tolist()) for batch in trained for row in range(len(batch))}
+    assert len(prompts) == len(place["known"]) <= STEPS * BATCH
+    shares = [step["sampling/expected"] for step in metrics(tmp_path)]
+    assert len(shares) == STEPS
 
 
 @pytest.mark.slow
