@@ -2,8 +2,8 @@
 
 ``python -m benchmarks.curriculum [--seeds N] [--json FILE]``
 
-Both runs of a seed start from the same model and differ only in the node ``curriculum``. Each ends when an evaluation on
-held-out sums, equally many of one to four digits, has reached the target.
+Both runs of a seed start from the same model and differ only in the node ``curriculum``. Each ends when an evaluation
+on held-out sums, equally many of one to four digits, has reached the target.
 """
 
 import argparse

@@ -5,7 +5,8 @@ Data goes through the room in this order:
 1. ``generate`` samples responses to prompts, in one piece or in turns with an environment; in ``agent``, programs call
    the model.
 2. ``scoring`` computes logprobs, values and rewards of them by models, ``reward`` rewards by functions.
-3. ``reward_shaping`` subtracts penalties (``kl``); ``dynamic_sampling`` selects prompts, and ``curriculum`` draws them.
+3. ``reward_shaping`` subtracts penalties (``kl``), and ``reward_gate`` checks a reward model's scores;
+   ``dynamic_sampling`` selects prompts, ``curriculum`` draws them, ``preference_pairs`` makes pairs of responses.
 4. ``advantages``, ``advantage_by_part``, ``turns`` and ``critic`` turn rewards into advantages.
 5. ``policy_update``, ``policy_variants``, ``policy_gates`` and ``policy_covariance`` (loss: ``policy_loss``),
    ``critic``, ``preference``, ``preference_free`` and ``sft`` train, in ``minibatches``.
@@ -27,7 +28,9 @@ from rlflow.nodes import (
     policy_variants,
     preference,
     preference_free,
+    preference_pairs,
     reward,
+    reward_gate,
     reward_shaping,
     scoring,
     sft,
@@ -36,4 +39,4 @@ from rlflow.nodes import (
 
 __all__ = ["advantage_by_part", "advantages", "agent", "critic", "curriculum", "dynamic_sampling", "generate"]
 __all__ += ["policy_covariance", "policy_gates", "policy_update", "policy_variants", "preference", "preference_free"]
-__all__ += ["reward", "reward_shaping", "scoring", "sft", "turns"]
+__all__ += ["preference_pairs", "reward", "reward_gate", "reward_shaping", "scoring", "sft", "turns"]

@@ -42,7 +42,7 @@ class Difficulty:
     """
 
     def __init__(self, options: "Curriculum", labels: Sequence[str], seed: int) -> None:
-        """Expect the same of all rows; ``labels`` [N] are the names of their levels."""
+        """Start with the same estimate for all rows; ``labels`` [N] are the names of their levels."""
         self._options, self._seed = options, seed
         self._names, self._level_of = np.unique(np.array(labels), return_inverse=True)
         self._levels = np.zeros(len(self._names))
@@ -52,7 +52,8 @@ class Difficulty:
     @property
     def success(self) -> NDArray[np.float64]:
         """Return the success rate that is expected of each row, [N]."""
-        return 1 / (1 + np.exp(-(self._levels[self._level_of] + self._rows)))
+        success: NDArray[np.float64] = 1 / (1 + np.exp(-(self._levels[self._level_of] + self._rows)))
+        return success
 
     @property
     def shares(self) -> NDArray[np.float64]:
@@ -63,7 +64,8 @@ class Difficulty:
         explored = np.full(len(success), 1 / len(success))
         if not weights.any():
             return explored
-        return options.explore * explored + (1 - options.explore) * weights / weights.sum()
+        shares: NDArray[np.float64] = options.explore * explored + (1 - options.explore) * weights / weights.sum()
+        return shares
 
     def draw(self, step: int, first: int, count: int) -> NDArray[np.int64]:
         """Return the rows of ``count`` prompts of a step, from prompt ``first`` on. None repeats before all are drawn.

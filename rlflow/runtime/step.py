@@ -4,7 +4,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from rlflow.batch import Metrics, Sequences
+from rlflow.batch import Metrics, Rollouts, Sequences
 from rlflow.errors import EngineError, NotFiniteError
 from rlflow.nodes.minibatches import schedule_behind
 from rlflow.runtime.agreement import check_sampler
@@ -100,7 +100,9 @@ class _StepOutputs:
         if samples is not None and (read := samples.read(self._step, name, output, self.edges)):
             observer.sampled(read)
         if isinstance(output, Sequences):
-            self.tokens += int(output.own_lengths.sum())
+            # Pairs of responses that another node has generated count once.
+            is_new = isinstance(output, Rollouts) or name in self._training.graph.sources
+            self.tokens += int(output.own_lengths.sum()) if is_new else 0
             lengths = output.prompt_ids.lengths + output.response_ids.lengths
             self.longest_edge = max(self.longest_edge, int(lengths.sum()))
 

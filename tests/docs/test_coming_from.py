@@ -37,6 +37,7 @@ def test_trl_has_the_options_of_its_column() -> None:
     trl, transformers = (Path(str(spec.origin)).parent for spec in found if spec)
     files = (
         *(trl / "trainer" / f"{name}_config.py" for name in ("base", "grpo", "model")),
+        trl / "experimental" / "online_dpo" / "online_dpo_config.py",
         *(trl / "scripts" / "utils.py", transformers / "training_args.py"),
     )
     known = {name for file in files for name in re.findall(r"^    (\w+): ", file.read_text(), flags=re.MULTILINE)}

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from rlflow.batch import Advantages, Divergences, Logprobs, Rewards, Sequences, ValueEstimates
+from rlflow.batch import Advantages, Divergences, Logprobs, Pairs, Rewards, Sequences, ValueEstimates
 from rlflow.compiler.graph import SOURCES, Graph
 from rlflow.errors import GraphError
 from rlflow.nodes.base import GraphNode
@@ -44,7 +44,7 @@ def _origins(name: str, nodes: Mapping[str, GraphNode]) -> frozenset[str]:
     output = nodes[name].operation.output() if name in nodes else SOURCES[name]
     if not issubclass(output, _PER_RESPONSE):
         return frozenset()
-    if name not in nodes or nodes[name].operation.sampling:
+    if name not in nodes or nodes[name].operation.sampling or issubclass(output, Pairs):  # whose rows are its own
         return frozenset({name})
     node = nodes[name]
     read = node.inputs.keys() - node.operation.other_responses

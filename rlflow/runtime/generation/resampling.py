@@ -77,7 +77,8 @@ class CurriculumOrder:
 
     def metrics(self) -> Mapping[str, float]:
         """Return what is known after the step."""
-        return self._difficulty.metrics(self._drawn)
+        metrics: Mapping[str, float] = self._difficulty.metrics(self._drawn)
+        return metrics
 
     def state(self) -> Any:
         """Return what is known of the rows."""
