@@ -131,7 +131,10 @@ def disturbed(plan: Plan, folder: Path, fault: Fault, log: Path | None = None, s
         resume = bool(checkpoints(folder))
         run(plan, folder, LocalRuntime(), observers, resume=resume, stop=lambda: stopper.is_reached)
 
-    return run_with(fault, train, folder, log)
+    code = run_with(fault, train, folder, log)
+    if code not in (None, FINISHED, TYPED):
+        print(f"{folder.name} ends with code {code} after {fault}", flush=True)
+    return code
 
 
 def undisturbed(folder: Path, kind: str) -> Undisturbed:
@@ -211,7 +214,8 @@ def check_checkpoints(folder: Path, expected: Undisturbed) -> Counter[str]:
 
 def resumed(plan: Plan, folder: Path, expected: Undisturbed) -> Counter[str]:
     """Resume a run, let it end, and compare it."""
-    if disturbed(plan, folder, Fault()) != FINISHED:
+    if (code := disturbed(plan, folder, Fault())) != FINISHED:
+        print(f"{folder.name} does not end when it is resumed: code {code}", flush=True)
         return Counter(["unfinished"])
     return Counter(differences(folder, expected))
 
@@ -240,7 +244,10 @@ def run_without_space(folder: Path, expected: Undisturbed, seed: int) -> Counter
     # From the first checkpoint on: files before it are written by libraries that are no part of this.
     full = Fault("full disk", draw.choice(expected.operations))
     large = max(file.stat().st_size for file in expected.folder.rglob("*.safetensors"))
-    code = disturbed(plan, folder, draw.choice([full, Fault("file size", draw.randrange(large // 2, large))]))
+    fault = draw.choice([full, Fault("file size", draw.randrange(large // 2, large))])
+    code = disturbed(plan, folder, fault)
+    if code is None:
+        print(f"{folder.name} was killed by somebody else after {fault}", flush=True)
     found = check_checkpoints(folder, expected)
     found["full_disks"] += code == TYPED
     found["unfinished"] += code not in (TYPED, FINISHED)

@@ -117,9 +117,7 @@ class PacedGenerator(SessionEngine, FakeEngine):
         lengths = np.array([each.length - len(each.partial.ids) for each in responses])
         ids = Packed.from_rows([np.ones(length, np.int32) for length in lengths], np.int32)
         versions = Repeated(np.array([each.version for each in responses], np.int32), lengths)
-        columns = prepend_partial(
-            [each.partial for each in responses], ids, ids.like(np.zeros(len(ids.values), np.float32)), versions
-        )
+        columns = prepend_partial([each.partial for each in responses], ids, self._logprobs(ids), versions)
         return Rollouts(
             keys=samples.keys,
             prompt_ids=samples.ids,
