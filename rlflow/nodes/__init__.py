@@ -14,29 +14,8 @@ Data goes through the room in this order:
 ``base`` defines what a node declares.
 """
 
-from rlflow.nodes import (
-    advantage_by_part,
-    advantages,
-    agent,
-    critic,
-    curriculum,
-    dynamic_sampling,
-    generate,
-    policy_covariance,
-    policy_gates,
-    policy_update,
-    policy_variants,
-    preference,
-    preference_free,
-    preference_pairs,
-    reward,
-    reward_gate,
-    reward_shaping,
-    scoring,
-    sft,
-    turns,
-)
+import pkgutil
+from importlib import import_module
 
-__all__ = ["advantage_by_part", "advantages", "agent", "critic", "curriculum", "dynamic_sampling", "generate"]
-__all__ += ["policy_covariance", "policy_gates", "policy_update", "policy_variants", "preference", "preference_free"]
-__all__ += ["preference_pairs", "reward", "reward_gate", "reward_shaping", "scoring", "sft", "turns"]
+for _module in pkgutil.iter_modules(__path__):
+    import_module(f".{_module.name}", __name__)

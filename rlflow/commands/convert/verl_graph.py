@@ -8,6 +8,7 @@ from rlflow.commands.convert.verl_arguments import ACTOR, KL_ESTIMATORS, ROLLOUT
 from rlflow.commands.convert.verl_loss import loss_of
 from rlflow.commands.convert.verl_roles import has_adapters, has_reference, reward_model_of
 from rlflow.errors import RecipeError
+from rlflow.nodes.base import KINDS
 
 # The names in versions of verl, from the oldest to 0.9.
 _OVERLONG_BUFFER = (
@@ -27,8 +28,6 @@ _NODES: Mapping[str, str] = {
     "reinforce_plus_plus": "token_advantage",
     "reinforce_plus_plus_baseline": "batch_advantage",
 }
-# Nodes that compare the responses to a prompt.
-_COMPARING = ("group_advantage", "leave_one_out_advantage", "batch_advantage")
 # Older versions of verl have these at the top level.
 _FUNCTION = ("reward.custom_reward_function", "custom_reward_function")
 _MANAGER = ("reward.reward_manager.name", "reward_model.reward_manager", "reward_manager.name", "reward.reward_manager")
@@ -50,7 +49,7 @@ def graph_of(arguments: Arguments) -> dict[str, Any]:
     # Search-R1 and its forks call the size of a group n_agent.
     group_size = get(f"{ROLLOUT}.n") * get(f"{ROLLOUT}.n_agent")
     is_filtered = get("algorithm.filter_groups.enable")
-    if group_size == 1 and (advantage in _COMPARING or is_filtered):
+    if group_size == 1 and (KINDS[advantage].compares_groups or is_filtered):
         reader = "algorithm.filter_groups" if is_filtered else get("algorithm.adv_estimator")
         fact = f"is 1, and {reader} compares the responses to a prompt; verl's advantage is then the reward itself"
         raise RecipeError(f"{ROLLOUT}.n", fact, fix=f"{ROLLOUT}.n=8 in the script, or any number from 2")
