@@ -50,7 +50,11 @@ class AgentEngine(SessionEngine):
         self._interrupted: dict[bytes, Episode] = {}
         """The interrupted episodes by their keys."""
         self._calls = EpisodeCalls(
-            engine, options, self._episodes, lambda answers: self._host.answer(answers), self._receive_call_end
+            engine,
+            options.max_calls,
+            self._episodes,
+            lambda answers: self._host.answer(answers),
+            self._receive_call_end,
         )
         self._handlers: dict[type[Any], Handler] = {
             Count: self._count,

@@ -12,7 +12,6 @@ import numpy as np
 from rlflow.agents.call_generator import CallGenerator
 from rlflow.agents.episode import Episode
 from rlflow.agents.messages import Call, CancelCall, Refusal, Reply
-from rlflow.agents.options import AgentOptions
 from rlflow.agents.record import CallName, RecordedCall
 from rlflow.engines.serving.sessions import SessionEngine
 
@@ -25,7 +24,7 @@ class EpisodeCalls:
     def __init__(
         self,
         engine: SessionEngine,
-        options: AgentOptions,
+        max_calls: int,
         episodes: Mapping[str, Episode],
         answer: Callable[[Sequence[Reply | Refusal]], None],
         note_end: Callable[[Episode, CallName, "Future[Any]"], None],
@@ -34,7 +33,7 @@ class EpisodeCalls:
 
         Other threads call ``note_end`` with calls that the engine has generated, which ``end`` takes.
         """
-        self._engine, self._options, self._episodes = engine, options, episodes
+        self._engine, self._max_calls, self._episodes = engine, max_calls, episodes
         self._generator = CallGenerator(engine)
         self._answer, self._note_end = answer, note_end
         self.tokens_each = 0.0
@@ -51,16 +50,16 @@ class EpisodeCalls:
                 continue
             record, ids = episode.record, np.frombuffer(call.prompt_ids, np.int32)
             name = record.name_of(call.prompt_ids, call.max_tokens, call.is_repeated)
-            if name not in record.used and (refusal := self._refusal(call.number, len(record.used), len(ids))):
+            if name not in record.used and len(record.used) >= self._max_calls:
                 episode.is_refused = True
-                answers.append(refusal)
+                fact = f"the episode has made its {len(record.used)} calls (max_calls)"
+                answers.append(Refusal(call.number, "calls", fact))
                 continue
             record.used[name], episode.is_refused = None, False
             recorded = record.calls.get(name, RecordedCall())
-            limit = min(call.max_tokens, self._options.turn_tokens, self._options.max_tokens - len(ids))
             now = time.monotonic()
             wait_s = 0.0 if episode.waiting else now - episode.idle_since
-            record.calls[name] = replace(recorded, prompt_ids=ids, limit=limit, asked_at=now, wait_s=wait_s)
+            record.calls[name] = replace(recorded, prompt_ids=ids, limit=call.max_tokens, asked_at=now, wait_s=wait_s)
             episode.numbers[call.number] = name
             if recorded.result.is_done:
                 episode.measures["recorded_calls"] += 1
@@ -72,14 +71,6 @@ class EpisodeCalls:
                 new.append((episode, name))
         self._answer(answers)
         self.generate(list(dict.fromkeys(new)))
-
-    def _refusal(self, number: int, num_calls: int, num_tokens: int) -> Refusal | None:
-        if num_calls >= self._options.max_calls:
-            return Refusal(number, "calls", f"the episode has made its {num_calls} calls (max_calls)")
-        if num_tokens >= self._options.max_tokens:
-            fact = f"a prompt of {num_tokens} tokens leaves no room in {self._options.max_tokens} (max_tokens)"
-            return Refusal(number, "context", fact)
-        return None
 
     def generate(self, calls: Sequence[tuple[Episode, CallName]]) -> None:
         """Have the engine generate calls. Raises EngineError."""

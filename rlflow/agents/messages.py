@@ -48,7 +48,7 @@ class Call:
     prompt_ids: bytes
     """Tokens, int32."""
     max_tokens: int
-    """The limit of the reply."""
+    """The limit of the reply, within those of the recipe."""
     is_repeated: bool = False
     """The client says that it has asked this before and got no answer: it gets the answer that it should have had."""
 
@@ -92,8 +92,8 @@ class Refusal:
     """Engine to endpoint: a call that gets no answer."""
 
     number: int
-    reason: Literal["calls", "context", "ended"]
-    """The limit: calls of an episode, tokens of a segment, or the episode has ended."""
+    reason: Literal["calls", "ended"]
+    """The limit of calls of an episode, or its end. Prompts that are too long are refused by the endpoint."""
     text: str
 
 

@@ -112,7 +112,7 @@ def test_a_client_that_gives_up_has_time_to_ask_again() -> None:
     model, key, ids = RandomModel(), np.array([3, 0, 0]), np.array([1, 2], np.int32)
     model.is_held = True
     episode = Episode(key, ids, {}, SAMPLING, EpisodeRecord())
-    calls = EpisodeCalls(model, options("tokens"), {"name": episode}, lambda answers: None, lambda *ended: None)
+    calls = EpisodeCalls(model, 4, {"name": episode}, lambda answers: None, lambda *ended: None)
     calls.take([Call(1, "name", ids.tobytes(), 12)])
     assert episode.idle_since == 0
     calls.cancel([CancelCall(1)])
