@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from rlflow.resources.memory.processes import BUCKET_BYTES
+
 if TYPE_CHECKING:
     from torch import Tensor
 
-BUCKET_BYTES = 32 * 2**20
 # Tensors start at multiples of this, which is a multiple of every dtype's size.
 _ALIGNMENT = 64
 

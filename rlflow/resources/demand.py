@@ -7,7 +7,7 @@ from math import prod
 from typing import Literal
 
 from rlflow.errors import PlacementError
-from rlflow.resources.layout import Resources
+from rlflow.resources.layout import OFFLOAD_STAGES, Resources
 from rlflow.resources.memory.state import MIXED_PRECISION, TrainingMemory
 from rlflow.resources.models.architecture import Architecture, heads_divide
 from rlflow.resources.models.lora import Lora
@@ -84,7 +84,7 @@ class Demand:
             fact = f"the {size} GPUs of one engine do not fit on one host (hosts have {largest_host})"
             fits = max(1, largest_host // (tensor * sequence))
             raise self._error("pipeline_parallel_size", fact, fix=str(fits))
-        needed = {"optimizer": 1, "weights": 3}.get(str(self.pins.offload), 0)
+        needed = 0 if self.pins.offload == "auto" else OFFLOAD_STAGES[self.pins.offload]
         if self.pins.zero_stage != "auto" and self.pins.zero_stage < needed:
             fact = f"{self.pins.zero_stage} does not shard the state that offload={self.pins.offload} moves"
             raise self._error("zero_stage", fact, fix=str(needed))

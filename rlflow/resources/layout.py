@@ -1,6 +1,6 @@
 """The layout of a role: what a recipe may pin, how the planner splits the role over GPUs, and where its workers are."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -10,6 +10,8 @@ from rlflow.schema import Count, Minutes, Section
 
 Auto = Literal["auto"]
 Offload = Literal["none", "optimizer", "weights"]
+OFFLOAD_STAGES: Mapping[Offload, int] = {"none": 0, "optimizer": 1, "weights": 3}
+"""The first ZeRO stage in which the ranks of a trained role shard what is offloaded."""
 Attention = Literal["sdpa", "flash_attention_2"]
 GIB = 2**30
 

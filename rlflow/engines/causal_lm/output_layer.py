@@ -23,10 +23,10 @@ from torch.nn.functional import linear
 from rlflow.engines.base import LOGITS_AT_ONCE, Entropy
 from rlflow.engines.causal_lm.compilation import can_compile
 from rlflow.errors import EngineError
+from rlflow.resources.memory.processes import CPU_LOGITS_AT_ONCE
 
-# The most logits at a time on a CPU: about what its caches hold. On a GPU without compiled functions: they make several
-# copies in float32.
-_CPU_LOGITS_AT_ONCE, _PLAIN_LOGITS_AT_ONCE = 2**20, 2**24
+# The most logits at a time on a GPU without compiled functions, which make several copies in float32.
+_PLAIN_LOGITS_AT_ONCE = 2**24
 # A logit at which a word is impossible; the sum of a whole vocabulary of them is still finite.
 _LOWEST = -1e30
 
@@ -250,7 +250,7 @@ class _Tiles:
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> None:
         self._hidden, self._weight, self._bias, self._targets = hidden, weight, bias, targets
         device = hidden.device.type
-        max_logits = _CPU_LOGITS_AT_ONCE if device == "cpu" else _PLAIN_LOGITS_AT_ONCE
+        max_logits = CPU_LOGITS_AT_ONCE if device == "cpu" else _PLAIN_LOGITS_AT_ONCE
         max_logits = LOGITS_AT_ONCE if can_compile(device) else max_logits
         # Neither the logits of a tile nor the gradients of its part of the weights are much larger than ``max_logits``.
         self._width = min(len(weight), max_logits // min(max(*hidden.shape, 1), int(max_logits**0.5)))

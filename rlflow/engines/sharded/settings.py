@@ -8,6 +8,7 @@ from typing import Any
 from rlflow.engines.base import LOGITS_AT_ONCE, EngineSpec
 from rlflow.engines.sharded.process_group import join_process_group
 from rlflow.errors import RecipeError
+from rlflow.resources.layout import OFFLOAD_STAGES
 from rlflow.resources.memory.state import TrainingMemory
 
 TRAINING_MEMORY = TrainingMemory(
@@ -61,7 +62,7 @@ def deepspeed_config(spec: EngineSpec, *, trains: bool) -> dict[str, Any]:
     """
     stage = spec.layout.zero_stage or 0
     offload = spec.layout.offload or "none"
-    needed = {"none": 0, "optimizer": 1 if trains else 0, "weights": 3}[offload]
+    needed = OFFLOAD_STAGES[offload] if trains or offload == "weights" else 0
     if stage < needed:
         raise RecipeError(
             f"roles.{spec.role}.offload",

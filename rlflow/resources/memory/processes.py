@@ -17,12 +17,12 @@ LOCAL_PROCESS = "local"
 """The name of the process that holds all roles of a run on one CPU or GPU."""
 Phase = Literal["generate", "score", "update", "sync"]
 
-# The most logits at a time on a CPU (engines/causal_lm/output_layer.py).
-_LOGITS_AT_ONCE = 2**20
+CPU_LOGITS_AT_ONCE = 2**20
+"""The most logits that an output layer on a CPU computes at a time: about what its caches hold."""
 # Bytes of each logit of a decoding step: fp32 and its log-softmax, then probabilities and their sums in fp64.
 _SAMPLED_LOGIT_BYTES = 24
-# The most bytes of a bucket of weights (engines/buckets.py).
-_BUCKET_BYTES = 32 * 2**20
+BUCKET_BYTES = 32 * 2**20
+"""The most bytes of weights that are sent to an engine at a time; a larger tensor is sent alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ def _state(role: RoleOnCpu) -> Terms:
 def _buckets_gib(roles: Sequence[RoleOnCpu]) -> float:
     """Return the size of two buckets of weights: one is loaded while the next one is gathered."""
     largest = max(role.weight_bytes * role.model.num_parameters for role in roles)
-    return 2 * min(_BUCKET_BYTES, largest) / GIB
+    return 2 * min(BUCKET_BYTES, largest) / GIB
 
 
 def _kv_gib(role: RoleOnCpu) -> float:
@@ -90,7 +90,7 @@ def _kv_gib(role: RoleOnCpu) -> float:
 
 def _work(role: RoleOnCpu, phase: Phase) -> Terms:
     """Return what a phase needs beyond the state. The formulas of the GPU count two bytes for each activation."""
-    training = replace(role.training, logits_at_once=min(role.training.logits_at_once, _LOGITS_AT_ONCE))
+    training = replace(role.training, logits_at_once=min(role.training.logits_at_once, CPU_LOGITS_AT_ONCE))
     size = role.weight_bytes / 2
     if phase == "update":
         terms = update_terms(role.model, role.layout, training, role.tokens)

@@ -43,7 +43,7 @@ def gradients(values: Tensor, *of: Tensor | None, entropy: float = 0.3) -> list[
 # One chunk; parts of the vocabulary; parts of both.
 @pytest.mark.parametrize("at_once", [2**20, T * 25, 130, pytest.param(7, marks=pytest.mark.slow)])
 def test_chunks_are_the_whole(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
-    monkeypatch.setattr(head, "_CPU_LOGITS_AT_ONCE", at_once)
+    monkeypatch.setattr(head, "CPU_LOGITS_AT_ONCE", at_once)
     for temperature, bias, entropy in product((1.0, 0.7), (False, True), (0.0, 0.3)):
         case = f"temperature {temperature}, bias {bias}, entropy {entropy}"
         given = inputs(bias=bias)
@@ -58,7 +58,7 @@ def test_chunks_are_the_whole(monkeypatch: pytest.MonkeyPatch, at_once: int) -> 
 
 
 def test_large_logits_of_either_sign(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head, "_CPU_LOGITS_AT_ONCE", 130)
+    monkeypatch.setattr(head, "CPU_LOGITS_AT_ONCE", 130)
     hidden, weight, _ = inputs(bias=False)
     for shift in (-300.0, 300.0):
         bias = torch.full((V,), shift)
@@ -70,7 +70,7 @@ def test_large_logits_of_either_sign(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("at_once", [2**20, 130])
 def test_impossible_tokens_do_not_count(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
     """A vocabulary may be larger than the tokenizer's, with the other tokens forbidden."""
-    monkeypatch.setattr(head, "_CPU_LOGITS_AT_ONCE", at_once)
+    monkeypatch.setattr(head, "CPU_LOGITS_AT_ONCE", at_once)
     hidden, weight, _ = inputs(bias=False)
     bias = torch.zeros(V)
     bias[:50] = -torch.inf
@@ -83,7 +83,7 @@ def test_impossible_tokens_do_not_count(monkeypatch: pytest.MonkeyPatch, at_once
 
 
 def test_bfloat16_rounds_logits_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head, "_CPU_LOGITS_AT_ONCE", 130)
+    monkeypatch.setattr(head, "CPU_LOGITS_AT_ONCE", 130)
     given = inputs(bias=True, dtype=torch.bfloat16)
     ours, theirs = (function(*given, TARGETS, 0.9, "trained") for function in (score_targets, plain))
     assert ours.dtype == torch.float32

@@ -27,7 +27,7 @@ def peak(work: Callable[[], object]) -> int:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logits_never_exist_together(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     tokens, width, vocabulary = 512, 16, 8192
-    monkeypatch.setattr(head, "_CPU_LOGITS_AT_ONCE", 2**17)
+    monkeypatch.setattr(head, "CPU_LOGITS_AT_ONCE", 2**17)
     hidden = torch.randn(tokens, width, dtype=dtype, requires_grad=True)
     weight = torch.randn(vocabulary, width, dtype=dtype, requires_grad=True)
     targets = torch.zeros(tokens, dtype=torch.int64)
@@ -42,7 +42,7 @@ def test_logits_never_exist_together(monkeypatch: pytest.MonkeyPatch, dtype: tor
 @pytest.mark.parametrize("tokens", [1, 64, pytest.param(1024, marks=pytest.mark.slow)])
 def test_few_tokens_need_no_copy_of_the_output_layer(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
     width, vocabulary = 256, 8192
-    monkeypatch.setattr(head, "_CPU_LOGITS_AT_ONCE", 2**16)
+    monkeypatch.setattr(head, "CPU_LOGITS_AT_ONCE", 2**16)
     hidden = torch.randn(tokens, width, requires_grad=True)
     weight = torch.randn(vocabulary, width, requires_grad=True)
     targets = torch.zeros(tokens, dtype=torch.int64)
