@@ -40,8 +40,8 @@ from rlflow.data.source import open_training_data
 from rlflow.engines.base import EngineSpec, sample_seed
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.engines.serving.settings import engine_arguments, load_config, model_files, set_environment
+from rlflow.runtime.engine_specs import spec_of
 from rlflow.runtime.graph_runner import GraphRunner
-from rlflow.runtime.ray.engine_specs import spec_of
 from rlflow.runtime.ray.runtime import RayRuntime
 
 

@@ -99,7 +99,7 @@ def _run_jobs(config_dir: Path | None) -> int:
     # A launcher may run this function in another process, which then has its own copy of every variable.
     @hydra.main(config_path=str(CONF.resolve()), config_name="config", version_base="1.3")
     def run_job(config: DictConfig) -> float | None:
-        job = _run_job(config, config_dir)
+        job = _finished_job(config, config_dir)
         codes.append(job.exit_code)
         if HydraConfig.get().mode is RunMode.MULTIRUN:
             job.write(Path(HydraConfig.get().sweep.dir), HydraConfig.get().job.num)
@@ -128,7 +128,7 @@ def _is_raised_by_job(error: Exception) -> bool:
     return any(frame.f_code.co_qualname == "JobReturn.return_value" for frame, _ in walk_tb(error.__traceback__))
 
 
-def _run_job(config: DictConfig, config_dir: Path | None) -> Job:
+def _finished_job(config: DictConfig, config_dir: Path | None) -> Job:
     """Plan and run one job, which may be part of a sweep; print an error if it fails."""
     directory = Path(HydraConfig.get().runtime.output_dir)
     if directory.is_relative_to(Path.cwd()):
@@ -183,7 +183,7 @@ def _plan_and_run(config: DictConfig, job: Job, config_dir: Path | None) -> Job:
         raise RecipeError("evaluation", fix="evaluation={every: 10, num_prompts: 100}", fact=fact)
     if HydraConfig.get().mode is RunMode.MULTIRUN:
         check_sweep(plan)
-    code, report = _run(plan, directory, resumed, options)
+    code, report = _run_plan(plan, directory, resumed, options)
     return replace(job, folder=report.directory, exit_code=code, objective=report.eval_after)
 
 
@@ -254,7 +254,7 @@ def _cluster(options: CommandOptions, resumed: Path | None, config_dir: Path | N
     return (cluster_of_run(resumed) if resumed else None) or default_cluster(show_warning, config_dir)
 
 
-def _run(plan: Plan, directory: Path, resumed: Path | None, options: CommandOptions) -> tuple[int, Report]:
+def _run_plan(plan: Plan, directory: Path, resumed: Path | None, options: CommandOptions) -> tuple[int, Report]:
     """Run the plan, and return the exit code and the report."""
     # Imported late, because a dry run does not need it.
     from rlflow.report.records import tuning_table

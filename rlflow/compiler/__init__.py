@@ -2,7 +2,8 @@
 
     Recipe --wire--> Graph --check, lower--> Requirements --plan (x Cluster)--> Plan
 
-``problem`` holds a recipe with its graph and a cluster; ``infeasible`` says why there is no plan and what would fit.
+``problem`` holds a recipe with its graph and a cluster, and has the two checked and lowered before a search;
+``infeasible`` says why there is no plan and what would fit.
 Compiling imports neither torch nor ray.
 """
 

@@ -76,7 +76,7 @@ class Problem:
         return lower(self.recipe, self.graph)
 
     def search(self) -> Search:
-        """Return the search for a plan. Raises UserError for a recipe that no cluster can run."""
+        """Check and lower the recipe; return the search for its plan. Raises UserError if no cluster can run it."""
         needs = self.requirements()
         return Search(needs.demands, needs.workload, self.cluster, self.calibration)
 

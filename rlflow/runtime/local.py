@@ -10,9 +10,9 @@ from rlflow.engines.journal import journal_folder
 from rlflow.engines.memory import PhasePeaks
 from rlflow.errors import PlacementError
 from rlflow.recipe import Model
+from rlflow.runtime.engine_specs import build, check_engines, is_on_gpu, spec_of
 from rlflow.runtime.protocols import Engines
 from rlflow.runtime.ray.cluster.machine import PCI_ORDER, gpus_of_this_machine
-from rlflow.runtime.ray.engine_specs import build, check_engines, is_on_gpu, spec_of
 
 
 class LocalRuntime:

@@ -21,8 +21,8 @@ from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.errors import RecipeError, below
 from rlflow.recipe import Data, Model, Recipe
 from rlflow.runtime.checkpoint import Checkpoint, RunProgress, checkpoints, last
+from rlflow.runtime.engine_specs import is_on_gpu
 from rlflow.runtime.protocols import Runtime
-from rlflow.runtime.ray.engine_specs import is_on_gpu
 
 Lengths = NDArray[np.int64]
 

@@ -14,8 +14,8 @@ from typing import Any
 from rlflow.compiler.graph import Graph, resampled_nodes
 from rlflow.compiler.plan import Plan
 from rlflow.engines.registry import engine_kind
+from rlflow.runtime.engine_specs import num_sequences
 from rlflow.runtime.protocols import Observer
-from rlflow.runtime.ray.engine_specs import num_sequences
 from rlflow.system.text_files import replace_text
 
 FILE = "tuning.json"

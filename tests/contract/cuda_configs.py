@@ -23,7 +23,7 @@ from rlflow.engines.base import EngineSpec
 from rlflow.engines.serving.settings import check_model, engine_arguments, set_environment
 from rlflow.engines.serving.weights import ExpectedWeights
 from rlflow.errors import PlacementError
-from rlflow.runtime.ray.engine_specs import check_engines, spec_of
+from rlflow.runtime.engine_specs import check_engines, spec_of
 from tests.helpers import load
 
 GPUS = 8

@@ -14,7 +14,7 @@ from rlflow.compiler.models import models_in_use
 from rlflow.engines.base import EngineSpec
 from rlflow.engines.sharded import process_group as group
 from rlflow.errors import PlacementError
-from rlflow.runtime.ray.engine_specs import spec_of
+from rlflow.runtime.engine_specs import spec_of
 from tests.helpers import load
 from tests.integration.engine_process import all_of, build, free_address, processes
 from tests.integration.test_deepspeed import actor

@@ -15,6 +15,7 @@ from rlflow.engines.memory import FULLEST
 from rlflow.engines.times import Span
 from rlflow.nodes.generate import Generate
 from rlflow.recipe import Model
+from rlflow.runtime.engine_specs import is_on_gpu
 from rlflow.runtime.generation.engine_group import slow_engines, summarize_activity
 from rlflow.runtime.objects.ray_api import wait_all
 from rlflow.runtime.objects.sharding import cost_of
@@ -23,7 +24,6 @@ from rlflow.runtime.protocols import Engines, Lost, StoreUse, Subscriber, T
 from rlflow.runtime.ray.cluster.binding import BoundPlan
 from rlflow.runtime.ray.cluster.hosts import host_names
 from rlflow.runtime.ray.cluster.services import RayServices
-from rlflow.runtime.ray.engine_specs import is_on_gpu
 from rlflow.runtime.ray.gpu_turns import GpuTurns, gpu_neighbors, replaced_roles, roles_in_order, sleeping_roles
 from rlflow.runtime.ray.remote_objects import DividedNode, RemoteObjects
 from rlflow.runtime.ray.role_proxy import RoleProxy

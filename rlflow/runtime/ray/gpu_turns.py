@@ -6,9 +6,9 @@ from threading import RLock
 from typing import Any, Literal
 
 from rlflow.compiler.plan import Plan
+from rlflow.runtime.engine_specs import is_on_gpu
 from rlflow.runtime.objects.ray_api import wait_all
 from rlflow.runtime.protocols import Workers
-from rlflow.runtime.ray.engine_specs import is_on_gpu
 
 
 class GpuTurns:

@@ -14,12 +14,12 @@ from rlflow.engines.registry import engine_kind
 from rlflow.errors import EngineError
 from rlflow.recipe import Model
 from rlflow.resources.layout import Worker
+from rlflow.runtime.engine_specs import gpu_transport, is_on_gpu, spec_of
 from rlflow.runtime.objects.ray_api import this_host, wait_all
 from rlflow.runtime.objects.store_usage import StoreUsage, current_edge
 from rlflow.runtime.protocols import Workers
 from rlflow.runtime.ray.cluster.binding import BoundPlan
 from rlflow.runtime.ray.cluster.machine import PCI_ORDER
-from rlflow.runtime.ray.engine_specs import gpu_transport, is_on_gpu, spec_of
 from rlflow.runtime.ray.process import RemoteProcess, are_dead
 from rlflow.runtime.ray.waits import Waits
 from rlflow.runtime.ray.watchdog import Watchdog
@@ -31,8 +31,8 @@ from rlflow.system.processes import num_own_cpus, num_usable_cpus
 _CONCURRENT_CALLS = 8
 # A port that was free may be taken before an engine listens there; then another one is tried.
 _PORT_ATTEMPTS = 3
-# Seconds for what a live process answers at once.
-_ANSWER_S = 2.0
+# The longest wait for the other ranks of a failed start, which tell whether a port was taken.
+_OTHER_RANKS_S = 2.0
 
 
 class RoleWorkers:
@@ -178,7 +178,7 @@ class RoleWorkers:
                 break
             except EngineError:
                 # A rank that came to another process's port may fail before the rank that finds its own port taken.
-                wait(calls, timeout=_ANSWER_S)
+                wait(calls, timeout=_OTHER_RANKS_S)
                 port_taken = [call for call in calls if _port_is_taken(call)]
                 if not port_taken:
                     raise

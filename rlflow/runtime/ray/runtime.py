@@ -14,6 +14,7 @@ from rlflow.errors import PlacementError, first_line
 from rlflow.extras import check_extra
 from rlflow.recipe import Model
 from rlflow.resources.layout import Bundle
+from rlflow.runtime.engine_specs import check_engines
 from rlflow.runtime.objects.ray_api import import_ray
 from rlflow.runtime.protocols import Engines
 from rlflow.runtime.ray.cluster.binding import (
@@ -34,7 +35,6 @@ from rlflow.runtime.ray.cluster.connection import connected, ray_errors
 from rlflow.runtime.ray.cluster.hosts import gpu_users, live_hosts, lost_hosts
 from rlflow.runtime.ray.cluster.machine import gpu_listing, gpus_from
 from rlflow.runtime.ray.cluster.services import alive_hosts
-from rlflow.runtime.ray.engine_specs import check_engines
 
 # Seconds that Ray may take to report that GPUs are free again, to reserve GPUs, and to start a Python process on every
 # host, with the disks of a cluster.

@@ -14,8 +14,8 @@ from rlflow.engines.memory import PhasePeaks
 from rlflow.engines.registry import engine_kind
 from rlflow.engines.times import Span, Times
 from rlflow.errors import EngineError
+from rlflow.runtime.engine_specs import build
 from rlflow.runtime.objects.object_process import ObjectProcess, Pulse
-from rlflow.runtime.ray.engine_specs import build
 from rlflow.runtime.weights.gpu import Receivers, make_sender, send_weights
 from rlflow.system.ports import free_port
 

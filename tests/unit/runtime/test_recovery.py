@@ -26,10 +26,10 @@ from rlflow.recipe.options import RunOptions
 from rlflow.report.records import MetricsWriter, SampleLog, read_lines
 from rlflow.runtime import recovery
 from rlflow.runtime.checkpoint import RunProgress
+from rlflow.runtime.engine_specs import spec_of
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.observers import Observers
 from rlflow.runtime.protocols import Engines, Lost
-from rlflow.runtime.ray.engine_specs import spec_of
 from rlflow.runtime.run import run
 from rlflow.runtime.session import Session
 from tests.conftest import CONFIG_DIR

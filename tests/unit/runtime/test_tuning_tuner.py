@@ -12,7 +12,7 @@ import rlflow
 from rlflow.compiler.plan import Plan
 from rlflow.engines.registry import engine_kind
 from rlflow.report.records import tuning_table
-from rlflow.runtime.ray.engine_specs import num_sequences
+from rlflow.runtime.engine_specs import num_sequences
 from rlflow.runtime.tuning import Tuner, with_spare_slots
 from tests.helpers import load
 from tests.unit.runtime.ray.test_role_proxy import Threads, proxy

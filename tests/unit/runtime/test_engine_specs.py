@@ -5,7 +5,7 @@ import pytest
 import rlflow
 from rlflow.compiler.plan import Plan
 from rlflow.resources.models.lora import Lora
-from rlflow.runtime.ray.engine_specs import gpu_transport, spec_of, synced_parts
+from rlflow.runtime.engine_specs import gpu_transport, spec_of, synced_parts
 from rlflow.runtime.weights.gpu import Receivers
 from tests.helpers import load
 
