@@ -87,11 +87,6 @@ def resampled_nodes(graph: Graph) -> tuple[GraphNode, ...]:
     return tuple(node for node in graph.nodes if node.name in names)
 
 
-def without_resampled(graph: Graph) -> Graph:
-    """Return the graph of the nodes that run once in a step."""
-    return graph.without(resampled_nodes(graph))
-
-
 def evaluation_nodes(graph: Graph) -> tuple[GraphNode, GraphNode] | None:
     """Return a node that generates and the node whose rewards for its responses are measured on held-out rows.
 

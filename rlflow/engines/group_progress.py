@@ -88,11 +88,6 @@ class GroupProgress:
         """Return [P]: True for each prompt whose group is complete."""
         return np.asarray(self.done.reshape(-1, self._group_size).all(1))
 
-    @property
-    def num_complete(self) -> int:
-        """Return the number of complete groups."""
-        return int(self.complete.sum())
-
     def rows_of(self, keys: Ints) -> Ints:
         """Return the rows of the samples with these keys [n, 3]."""
         return np.searchsorted(self._prompts, _prompt_numbers(keys)) * self._group_size + keys[:, 2]

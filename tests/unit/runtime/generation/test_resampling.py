@@ -12,7 +12,7 @@ import pytest
 
 import rlflow
 from rlflow.batch import Metrics, Minibatch
-from rlflow.compiler.graph import resampled_nodes, without_resampled
+from rlflow.compiler.graph import resampled_nodes
 from rlflow.compiler.lower import lower
 from rlflow.compiler.models import models_in_use
 from rlflow.compiler.plan import Plan
@@ -214,4 +214,3 @@ def test_the_order_of_the_nodes_in_rounds() -> None:
     recipe = load("recipe=dapo_tiny")
     graph = wire(recipe)
     assert [node.name for node in resampled_nodes(graph)] == ["rollouts", "rewards", "sampling"]
-    assert [node.name for node in without_resampled(graph).nodes] == ["shaped", "advantages", "update"]
