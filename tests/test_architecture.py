@@ -32,7 +32,7 @@ PARTS_OF_RESOURCES = ["models", "cluster", "layout", "memory", "time", "demand",
 PARTS_OF_PLANNER = ["confidence", "hosts", "pools", "inputs", "placement_solver", "simulate", "candidate", "prediction"]
 PARTS_OF_PLANNER += ["search"]
 # The parts of runtime in their order; all its other files come last, and may import every part.
-PARTS_OF_RUNTIME = ["protocols", "objects", "generation", "weights", "ray"]
+PARTS_OF_RUNTIME = ["protocols", "engine_specs", "objects", "generation", "weights", "ray"]
 MODEL_LIBRARIES = {"torch", "transformers", "peft", "vllm", "deepspeed", "datasets", "safetensors", "tokenizers"}
 # Names that a library does not document. vLLM's engine (v1) and its reloading of layers are internal too.
 PRIVATE = re.compile(r"\._(?!_)|\.vllm\.v1\b|\.layerwise\b")
