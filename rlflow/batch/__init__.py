@@ -24,6 +24,7 @@ from rlflow.batch.conversations import Conversations
 from rlflow.batch.images import Image, SharedRows, Thumbnail, image_digests, images_of, pack_images
 from rlflow.batch.packed import Packed, Records, Repeated
 from rlflow.batch.rows import MAX_ROWS, Batch
+from rlflow.batch.top_logprobs import TopLogprobs
 
 __all__ = [
     "MAX_ROWS",
@@ -49,6 +50,7 @@ __all__ = [
     "SharedRows",
     "Thumbnail",
     "TokenAdvantages",
+    "TopLogprobs",
     "ValueEstimates",
     "count_reasons",
     "describe_samples",

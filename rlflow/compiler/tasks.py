@@ -21,6 +21,7 @@ _TASK_KINDS: Mapping[str, TaskKind] = {
     "Trains": "update",
     "Scores": "score",
     "ScoresBase": "score",
+    "ScoresTop": "score",
     "Values": "score",
     "Evaluates": "score",
 }

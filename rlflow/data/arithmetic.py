@@ -2,6 +2,7 @@
 
 import hashlib
 import random
+from collections.abc import Sequence
 
 Row = dict[str, str]
 
@@ -27,19 +28,19 @@ def additions(split: str, digits: int, seed: int = 0) -> list[Row]:
     return rows
 
 
-def mixed_additions(split: str, max_digits: int, rows: int, seed: int = 0) -> list[dict[str, str | int]]:
-    """Draw so many sums of numbers with 1 to ``max_digits`` digits, equally many of each; ``digits`` is a column.
+def mixed_additions(split: str, digits: Sequence[int], rows: int, seed: int = 0) -> list[dict[str, str | int]]:
+    """Draw so many sums of numbers with these ``digits``, equally many of each; their number is a column.
 
-    The splits share no sums. Small numbers repeat: there are only 100 sums of two digits.
+    The answer begins with its units. Splits share no sums. Short sums repeat: there are 100 of single digits.
     """
     draw = random.Random(f"{seed} {split}")
     sums: list[dict[str, str | int]] = []
     while len(sums) < rows:
-        digits = len(sums) % max_digits + 1
-        left, right = draw.randrange(10**digits), draw.randrange(10**digits)
+        width = digits[len(sums) % len(digits)]
+        left, right = draw.randrange(10**width), draw.randrange(10**width)
         if _is_test(left, right, seed) == (split == "test"):
-            prompt = f"{left:0{digits}}+{right:0{digits}}="
-            sums.append({"prompt": prompt, "answer": f"{left + right:0{digits + 1}}"[::-1], "digits": digits})
+            prompt = f"{left:0{width}}+{right:0{width}}="
+            sums.append({"prompt": prompt, "answer": f"{left + right:0{width + 1}}"[::-1], "digits": width})
     return sums
 
 

@@ -17,7 +17,17 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args, runtime_chec
 import numpy as np
 from numpy.typing import NDArray
 
-from rlflow.batch import Logprobs, Metrics, Minibatch, Prompts, Rewards, Rollouts, Sequences, ValueEstimates
+from rlflow.batch import (
+    Logprobs,
+    Metrics,
+    Minibatch,
+    Prompts,
+    Rewards,
+    Rollouts,
+    Sequences,
+    TopLogprobs,
+    ValueEstimates,
+)
 from rlflow.recipe import Model, Optimizer
 from rlflow.resources.layout import Attention, Auto, Layout
 from rlflow.resources.memory.state import TrainingMemory
@@ -96,7 +106,8 @@ class TokenLoss(Protocol):
 
         A metric is NaN for a token that has none. Besides the minibatch's columns there are ``rows``, int64: the number
         of each token's response, whose tokens are neighbours; and from engines with logprobs ``entropy``: the
-        entropy of the model's distribution, in nats.
+        entropy of the model's distribution, in nats. A column of ``TopLogprobs`` is [T, K], its logprobs, and
+        ``word_logprobs`` [T, K] are the model's own of the same words.
         """
 
 
@@ -122,6 +133,14 @@ class ScoresBase(Protocol):
 
     def base_logprobs(self, sequences: Sequences, temperature: float) -> Logprobs:
         """Return the logprob of every response token under this model without its adapters."""
+
+
+@runtime_checkable
+class ScoresTop(Protocol):
+    """The capability to tell a model's likeliest words."""
+
+    def top_logprobs(self, sequences: Sequences, temperature: float, count: int) -> TopLogprobs:
+        """Return the ``count`` likeliest words in the place of every response token; all, if there are fewer."""
 
 
 @runtime_checkable
@@ -207,7 +226,8 @@ class Sleeps(Protocol):
 
 
 CAPABILITIES: dict[str, type] = {
-    protocol.__name__: protocol for protocol in (Generates, Scores, ScoresBase, Values, Evaluates, Trains, Follows)
+    protocol.__name__: protocol
+    for protocol in (Generates, Scores, ScoresBase, ScoresTop, Values, Evaluates, Trains, Follows)
 }
 
 Head = Literal["vocabulary", "value", "reward"]

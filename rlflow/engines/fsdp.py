@@ -8,6 +8,7 @@ from rlflow.batch import Packed, Sequences
 from rlflow.engines.base import ALL_TRANSPORTS, TORCH_TRAINING, EngineKind, EngineSpec
 from rlflow.engines.causal_lm.adapters import add_adapters
 from rlflow.engines.causal_lm.pretrained import load_model
+from rlflow.engines.causal_lm.token_outputs import NO_EXTRAS, Extras
 from rlflow.engines.sharded.engine import ShardedEngine
 from rlflow.engines.sharded.mesh import create_meshes
 from rlflow.engines.sharded.process_group import join_process_group, set_timeouts, wait_for_files
@@ -70,8 +71,8 @@ class FsdpEngine(ShardedEngine):
         add_adapters(model, self._spec)
         return model
 
-    def _forward(self, sequences: Sequences, temperature: float) -> Packed:
-        outputs = super()._forward(sequences, temperature)
+    def _forward(self, sequences: Sequences, temperature: float, extras: Extras = NO_EXTRAS) -> Packed:
+        outputs = super()._forward(sequences, temperature, extras)
         self._drop_gathered()
         return outputs
 

@@ -19,7 +19,7 @@ _OPTION = "expandable_segments"
 
 PHASES: Mapping[str, str] = {
     **dict.fromkeys(("generate", "advance"), "generate"),
-    **dict.fromkeys(("logprobs", "base_logprobs", "values", "evaluate"), "score"),
+    **dict.fromkeys(("logprobs", "base_logprobs", "top_logprobs", "values", "evaluate"), "score"),
     "update": "update",
     "load_weights": "sync",
 }

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlflow.batch import Logprobs, Metrics, Minibatch, Packed, Rewards, Sequences, ValueEstimates
+from rlflow.batch import Logprobs, Metrics, Minibatch, Packed, Rewards, Sequences, TopLogprobs, ValueEstimates
 from rlflow.batch.segments import unfold
-from rlflow.engines.base import EngineSpec, Entropy, TokenLoss, choose_head
+from rlflow.batch.top_logprobs import find_words, to_records
+from rlflow.engines.base import EngineSpec, TokenLoss, choose_head
 from rlflow.engines.causal_lm.adapters import (
     excluded_modules,
     is_adapter,
@@ -23,7 +24,15 @@ from rlflow.engines.causal_lm.adapters import (
 from rlflow.engines.causal_lm.kernels import apply_determinism
 from rlflow.engines.causal_lm.micro_batches import Index, PatchLimit, build_micro_batches, restore_order
 from rlflow.engines.causal_lm.pretrained import load_tokenizer, save_model
-from rlflow.engines.causal_lm.token_outputs import last_values, set_pad_token, token_rewards, token_scores, token_values
+from rlflow.engines.causal_lm.token_outputs import (
+    NO_EXTRAS,
+    Extras,
+    last_values,
+    set_pad_token,
+    token_rewards,
+    token_scores,
+    token_values,
+)
 from rlflow.engines.causal_lm.totals import LossTotals, check_finite
 from rlflow.engines.memory import TunableEngine, enable_expandable_segments
 from rlflow.engines.sharded.checkpoints import restore_shards, save_shards
@@ -96,6 +105,10 @@ class TrainingEngine(TunableEngine, ProfiledEngine, ABC):
         with without_adapters(self._model):
             return self.logprobs(sequences, temperature)
 
+    def top_logprobs(self, sequences: Sequences, temperature: float, count: int) -> TopLogprobs:
+        values = self._forward(sequences, temperature, Extras(top=count))
+        return TopLogprobs(values=values.like(to_records(values.values)), is_scored=np.ones(len(values), np.bool_))
+
     def values(self, sequences: Sequences) -> ValueEstimates:
         return ValueEstimates(values=self._forward(sequences, 1.0))
 
@@ -128,7 +141,8 @@ class TrainingEngine(TunableEngine, ProfiledEngine, ABC):
         pieces, num_real = self._cut(minibatch)
         for number, rows in enumerate(pieces):
             part = minibatch.take(rows)
-            outputs, more_columns = self._compute_outputs(part, loss.temperature, loss.entropy)
+            extras = Extras(loss.entropy, find_words(part.columns))
+            outputs, more_columns = self._compute_outputs(part, loss.temperature, extras)
             total = totals.add(part, outputs, more_columns, share=float(number < num_real))
             self._backward(total, is_last=number == len(pieces) - 1)
         return totals
@@ -145,14 +159,14 @@ class TrainingEngine(TunableEngine, ProfiledEngine, ABC):
         they are, on all ranks.
         """
 
-    def _forward(self, sequences: Sequences, temperature: float) -> Packed:
+    def _forward(self, sequences: Sequences, temperature: float, extras: Extras = NO_EXTRAS) -> Packed:
         """Return the head's output for each response token, in the order of the batch."""
         import torch
 
         response_ids, sequences = sequences.response_ids, unfold(sequences)
         pieces, num_real = self._cut(sequences)
         with self.within_memory(), torch.no_grad():
-            outputs = [self._compute_outputs(sequences.take(rows), temperature)[0] for rows in pieces]
+            outputs = [self._compute_outputs(sequences.take(rows), temperature, extras)[0] for rows in pieces]
             # One copy for all micro-batches: the GPU need not wait for the host between them.
             values = torch.cat(outputs).cpu().numpy()
         ends = np.cumsum([len(output) for output in outputs])[:-1]
@@ -160,19 +174,23 @@ class TrainingEngine(TunableEngine, ProfiledEngine, ABC):
         return restore_order(sequences.response_ids, pieces[:num_real], outputs_of_rows).regroup(response_ids.lengths)
 
     def _compute_outputs(
-        self, sequences: Sequences, temperature: float, entropy: Entropy = "unused"
+        self, sequences: Sequences, temperature: float, extras: Extras
     ) -> "tuple[Tensor, dict[str, Tensor]]":
         """Return what a loss is a function of, [T], float32, and columns in addition to the minibatch's.
 
-        These are logprobs and a column of entropies; the values before each token; or the rewards at each token.
+        These are logprobs, and columns of entropies and of ``extras``; or the values before each token; or the rewards
+        at each token. With ``extras.top`` the first is [T, 2 K].
         """
         model, sharding = self._called_model, self._sharding
         if self._head == "value":
             return token_values(model, sequences, sharding), {}
         if self._head == "reward":
             return token_rewards(model, sequences, sharding), {}
-        scores = token_scores(model, sequences, temperature, entropy, sharding, self._vision, self._routers)
-        return scores[:, 0], {"entropy": scores[:, 1]}
+        scores = token_scores(model, sequences, temperature, extras, sharding, self._vision, self._routers)
+        if extras.top:
+            return scores, {}
+        words = {} if extras.words is None else {"word_logprobs": scores[:, 2:]}
+        return scores[:, 0], {"entropy": scores[:, 1], **words}
 
     def _cut(self, sequences: Sequences) -> tuple[list[Index], int]:
         """Return the micro-batches of this rank's rows, and how many of them are real; others count for nothing."""

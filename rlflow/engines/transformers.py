@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from rlflow.batch import Logprobs, Packed, Prompts, Repeated, Rollouts, Sequences
+from rlflow.batch import Logprobs, Packed, Prompts, Repeated, Rollouts, Sequences, TopLogprobs
 from rlflow.batch.routing import pack_routing
+from rlflow.batch.top_logprobs import to_records
 from rlflow.engines.base import TORCH_TRAINING, EngineKind, EngineSpec, Sampling, sample_seed
 from rlflow.engines.causal_lm.adapters import add_adapters, trained_weights, transfer_name
 from rlflow.engines.causal_lm.decoding import NewTokens, decode
 from rlflow.engines.causal_lm.micro_batches import build_micro_batches, restore_order
 from rlflow.engines.causal_lm.pretrained import load_model, load_tokenizer, merge_end_ids
-from rlflow.engines.causal_lm.token_outputs import token_scores
+from rlflow.engines.causal_lm.token_outputs import NO_EXTRAS, Extras, token_scores
 from rlflow.engines.journal import Journal
 from rlflow.engines.memory import TunableEngine
 from rlflow.engines.serving.weights import ExpectedWeights
@@ -121,15 +122,26 @@ class TransformersEngine(TunableEngine, ProfiledEngine):
             first += count
 
     def logprobs(self, sequences: Sequences, temperature: float) -> Logprobs:
+        scores = self._score(sequences, temperature, NO_EXTRAS)
+        return Logprobs(values=scores.like(scores.values[:, 0]))
+
+    def top_logprobs(self, sequences: Sequences, temperature: float, count: int) -> TopLogprobs:
+        scores = self._score(sequences, temperature, Extras(top=count))
+        return TopLogprobs(values=scores.like(to_records(scores.values)), is_scored=np.ones(len(scores), np.bool_))
+
+    def _score(self, sequences: Sequences, temperature: float, extras: Extras) -> Packed:
+        """Return the scores of each response token, [T, ...]."""
         import torch
 
         layout, vision = self._spec.layout, self._vision
         limit = None if vision is None else vision.limit_patches(sequences, layout.micro_batch_patches)
         pieces = build_micro_batches(sequences, layout.micro_batch_tokens, patches=limit)
         with self.within_memory(), torch.inference_mode():
-            scores = (token_scores(self._model, sequences.take(rows), temperature, vision=vision) for rows in pieces)
-            values = [score[:, 0].cpu().numpy() for score in scores]
-        return Logprobs(values=restore_order(sequences.response_ids, pieces, values))
+            scores = [
+                token_scores(self._model, sequences.take(rows), temperature, extras, vision=vision).cpu().numpy()
+                for rows in pieces
+            ]
+        return restore_order(sequences.response_ids, pieces, scores)
 
     def load_weights(self, weights: "Iterable[tuple[str, Tensor]]", version: int) -> None:
         import torch

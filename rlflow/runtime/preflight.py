@@ -27,7 +27,7 @@ from rlflow.runtime.protocols import Runtime
 Lengths = NDArray[np.int64]
 
 # The capabilities that read or generate tokens.
-_WITH_TOKENS = {"Generates", "Scores", "Values", "Evaluates", "Trains"}
+_WITH_TOKENS = {"Generates", "Scores", "ScoresTop", "Values", "Evaluates", "Trains"}
 # The folders of a run that only rlflow writes. Libraries of trackers have links in theirs.
 _FOLDERS = ("checkpoints", "journal", "model", "profiles", "skipped")
 

@@ -57,8 +57,8 @@ def build(request: pytest.FixtureRequest) -> "Iterator[Build]":
 def test_every_file_is_an_engine() -> None:
     assert engine_names() == ["deepspeed", "fake", "fsdp", "torch", "transformers", "vllm"]
     assert engine_kind("fake").capabilities == {"Generates", "Scores", "Values", "Evaluates", "Trains", "Follows"}
-    assert engine_kind("torch").capabilities == {"Scores", "ScoresBase", "Values", "Evaluates", "Trains"}
-    assert engine_kind("transformers").capabilities == {"Generates", "Scores", "Follows"}
+    assert engine_kind("torch").capabilities == {"Scores", "ScoresBase", "ScoresTop", "Values", "Evaluates", "Trains"}
+    assert engine_kind("transformers").capabilities == {"Generates", "Scores", "ScoresTop", "Follows"}
 
 
 @pytest.mark.parametrize("name", able("Generates"))

@@ -23,7 +23,7 @@ _PPO = ("main_ppo", "main_ppo_v0", "main_ppo_sync", "main_dapo", "async_main_ppo
 _OTHER_KINDS: Mapping[str, str] = {
     "sft": "a recipe with algorithm: sft, as recipes/sft_tiny.yaml",
     "fully_async": "verl.trainer.main_ppo in its place, and in the recipe overlap: {max_staleness: 2, in_flight: keep}",
-    "gkd": "a recipe with algorithm: distill, as recipes/distill_tiny.yaml",
+    "gkd": "a recipe with algorithm: distill_top, as recipes/distill_top_tiny.yaml",
 }
 
 

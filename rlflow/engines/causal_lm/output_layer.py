@@ -3,7 +3,7 @@
 Logits are computed in tiles of tokens and words, and computed again for the gradient. The softmax over tiles follows
 Milakov and Gimelshein (arXiv 1805.02867). Ranks that have a part of the vocabulary each exchange a
 maximum and sums.
-Shapes: U inputs of the layer, T tokens, H hidden size, V vocabulary, C words of a tile.
+Shapes: U inputs of the layer, T tokens, H hidden size, V vocabulary, C words of a tile, M targets of a token, K words.
 Importing this file imports torch.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, ReduceOp, all_reduce
+from torch.distributed import ProcessGroup, ReduceOp, all_gather, all_reduce
 from torch.distributed.tensor import DTensor
 from torch.nn import Linear
 from torch.nn.functional import linear
@@ -33,29 +33,34 @@ _LOWEST = -1e30
 
 @contextmanager
 def scores_as_logits(
-    model: Any, places: Tensor, targets: Tensor, temperature: float, entropy: Entropy
+    model: Any, places: Tensor, targets: Tensor, temperature: float, entropy: Entropy, top: int = 0
 ) -> Iterator[list[Tensor]]:
-    """Make a pass of the model return [1, T, 2] as its logits: the result of ``score_targets``.
+    """Make a pass of the model return as its logits, [1, T, ...], the result of ``score_targets``.
 
-    ``targets`` [T] are scored at the inputs ``places`` [T] of the output layer. Yields a list that will hold the
-    result. The layer itself is called, since calling it is what gathers sharded weights, also for the gradient.
+    ``targets`` [T] or [T, M] are scored at the inputs ``places`` [T] of the output layer; or, with ``top``, that many
+    of the likeliest words are returned (``find_top_words``). Yields a list that will hold the result. The layer itself
+    is called, since calling it is what gathers sharded weights, also for the gradient.
     """
     head = model.get_output_embeddings()
     if not isinstance(head, Linear):
         raise EngineError(f"an output layer of the kind {type(head).__name__} is not supported: it must be linear.")
 
     def forward(hidden: Tensor) -> Tensor:
-        chosen, words, group = hidden[0].index_select(0, places), targets, None
+        chosen, first_word, group = hidden[0].index_select(0, places), 0, None
         weight: Any = head.weight
         bias: Any = head.bias
         if isinstance(weight, DTensor):
             # Tensor-parallel ranks have a part of the vocabulary each.
             mesh = weight.device_mesh
             group, weight, bias = mesh.get_group(), weight.to_local(), None if bias is None else bias.to_local()
-            words = targets - mesh.get_local_rank() * len(weight)
-        scores = score_targets(chosen, weight, bias, words, temperature, entropy, group)[None]
-        computed.append(scores)
-        return scores
+            first_word = mesh.get_local_rank() * len(weight)
+        scores = (
+            find_top_words(chosen, weight, bias, top, first_word, temperature, group)
+            if top
+            else score_targets(chosen, weight, bias, targets - first_word, temperature, entropy, group)
+        )
+        computed.append(scores[None])
+        return computed[0]
 
     computed: list[Tensor] = []
     attributes = vars(head)
@@ -79,11 +84,13 @@ def score_targets(
 ) -> Tensor:
     """Return [T, 2], float32: the logprobs of ``targets`` [T], and the entropies of their distributions.
 
+    With targets [T, M] it is [T, 1 + M]: the logprob of the first, the entropy, and the logprobs of the others.
     Logits come from ``hidden`` [T, H], ``weight`` [V, H] and ``bias`` [V], and are divided by ``temperature``.
     Entropies are zero where they are ``unused``, and have a gradient only where they are ``trained``. The ranks of a
     ``group`` have other words each, and targets are numbered from the first word of a rank.
     """
     options = _Options(temperature, entropy, group)
+    targets = targets if targets.dim() > 1 else targets[:, None]
     scores: Tensor = _TokenScores.apply(hidden, weight, bias, targets, options)  # type: ignore[no-untyped-call]
     return scores
 
@@ -103,8 +110,8 @@ class _TokenScores(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: _Options
     ) -> Tensor:
         tiles = _Tiles(hidden, weight, bias, targets)
-        states, with_entropy = torch.zeros(len(hidden), 3, device=hidden.device), options.entropy != "unused"
-        states[:, 0] = _LOWEST
+        states = torch.zeros(len(hidden), 2 + targets.shape[1], device=hidden.device)
+        states[:, 0], with_entropy = _LOWEST, options.entropy != "unused"
         add = _fused(_add_logits, hidden.device.type)
         for part in tiles.vocabulary_parts():
             for rows, logits in tiles.of_part(part):
@@ -113,10 +120,10 @@ class _TokenScores(torch.autograd.Function):
                 )
         if options.group is not None:
             states = _combine(states, options.group, with_entropy)
-        log_total, target_logits, entropies = states.unbind(1)
+        log_total, entropies, logprobs = states[:, 0], states[:, 1], states[:, 2:] - states[:, :1]
         ctx.save_for_backward(hidden, weight, bias, targets, log_total, entropies)
         ctx.options = options
-        return torch.stack([target_logits - log_total, entropies], dim=1)
+        return torch.cat([logprobs[:, :1], entropies[:, None], logprobs[:, 1:]], dim=1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
@@ -159,16 +166,16 @@ class _TokenScores(torch.autograd.Function):
 
 
 def _add_logits(states: Tensor, logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool) -> Tensor:
-    """Return the states [T, 3] after more words, whose ``logits`` are [T, C].
+    """Return the states [T, 2 + M] after more words, whose ``logits`` are [T, C].
 
-    A state is the logarithm of the sum of e^logit over the words so far, the logit of the target or 0 before it was
-    seen, and the entropy among these words. ``targets`` [T] are columns of ``logits``, or outside of them.
+    A state is the logarithm of the sum of e^logit over the words so far, the entropy among these words, and the logits
+    of the targets or 0 before they were seen. ``targets`` [T, M] are columns of ``logits``, or outside of them.
     """
     scaled = _scale(logits, temperature)
-    log_total, target, entropy = states.unbind(1)
+    log_total, entropy = states[:, 0], states[:, 1]
     last = logits.shape[1] - 1
     is_inside = (targets >= 0) & (targets <= last)
-    target = target + torch.where(is_inside, scaled.gather(1, targets.clamp(0, last)[:, None])[:, 0], 0.0)
+    target_logits = states[:, 2:] + torch.where(is_inside, scaled.gather(1, targets.clamp(0, last)), 0.0)
     part = scaled.logsumexp(1)
     new_total = torch.logaddexp(log_total, part)
     if with_entropy:
@@ -177,21 +184,66 @@ def _add_logits(states: Tensor, logits: Tensor, targets: Tensor, temperature: fl
         # The entropy of two sets of words, from their shares of the probability and the entropies within each.
         share, part_share = log_total - new_total, part - new_total
         entropy = share.exp() * (entropy - share) + part_share.exp() * (part_entropy - part_share)
-    return torch.stack([new_total, target, entropy], dim=1)
+    return torch.cat([new_total[:, None], entropy[:, None], target_logits], dim=1)
 
 
 def _combine(states: Tensor, group: ProcessGroup, with_entropy: bool) -> Tensor:
-    """Return the states [T, 3] of all words from those of this rank's words, as ``_add_logits`` combines two parts."""
-    log_total, target, entropy = states.unbind(1)
-    largest = log_total.clone()
-    all_reduce(largest, ReduceOp.MAX, group=group)
-    total = (log_total - largest).exp()
-    all_reduce(total, group=group)
-    new_total = largest + total.log()
+    """Return the states [T, 2 + M] of all words from those of this rank's, as ``_add_logits`` combines two parts."""
+    log_total, entropy = states[:, 0], states[:, 1]
+    new_total = _log_of_sum(log_total, group)
     share = log_total - new_total
-    sums = torch.stack([target, share.exp() * (entropy - share) if with_entropy else entropy], dim=1)
+    part_entropy = share.exp() * (entropy - share) if with_entropy else entropy
+    sums = torch.cat([part_entropy[:, None], states[:, 2:]], dim=1)
     all_reduce(sums, group=group)
     return torch.cat([new_total[:, None], sums], dim=1)
+
+
+def _log_of_sum(logs: Tensor, group: ProcessGroup) -> Tensor:
+    """Return the logarithms [T] of the sum over the ranks of a group, from the logarithms of their parts."""
+    largest = logs.clone()
+    all_reduce(largest, ReduceOp.MAX, group=group)
+    total = (logs - largest).exp()
+    all_reduce(total, group=group)
+    return largest + total.log()
+
+
+def find_top_words(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    count: int,
+    first_word: int,
+    temperature: float,
+    group: ProcessGroup | None = None,
+) -> Tensor:
+    """Return [T, 2 K], float32: the numbers of the K likeliest words, the likeliest first, and then their logprobs.
+
+    K is ``count``, or the size of a smaller vocabulary. Words of this rank are numbered from ``first_word``; these
+    numbers are exact up to 2^24. Nothing has a gradient.
+    """
+    tiles = _Tiles(hidden, weight, bias, torch.empty(len(hidden), 0, device=hidden.device))
+    log_total = torch.full((len(hidden),), _LOWEST, device=hidden.device)
+    best = torch.empty(2, len(hidden), 0, device=hidden.device)
+    for part in tiles.vocabulary_parts():
+        found = []
+        for rows, logits in tiles.of_part(part):
+            scaled = _scale(logits, temperature)
+            log_total[rows] = torch.logaddexp(log_total[rows], scaled.logsumexp(1))
+            values, words = scaled.topk(min(count, scaled.shape[1]), dim=1)
+            found.append(torch.stack([values, words + float(first_word + part.ids.start)]))
+        best = _largest(torch.cat([best, *([torch.cat(found, dim=1)] if found else [])], dim=2), count)
+    if group is not None:
+        log_total = _log_of_sum(log_total, group)
+        parts = [torch.empty_like(best) for _ in range(group.size())]
+        all_gather(parts, best, group=group)
+        best = _largest(torch.cat(parts, dim=2), count)
+    return torch.cat([best[1], best[0] - log_total[:, None]], dim=1)
+
+
+def _largest(candidates: Tensor, count: int) -> Tensor:
+    """Return the ``count`` largest of the logits [T, C] in ``candidates`` [2, T, C], with the words beside them."""
+    places = candidates[0].topk(min(count, candidates.shape[2]), dim=1).indices
+    return candidates.gather(2, places.expand(2, -1, -1))
 
 
 def _differentiate(
@@ -203,16 +255,19 @@ def _differentiate(
     temperature: float,
     with_entropy: bool,
 ) -> Tensor:
-    """Return the gradient by the ``logits`` [T, C], in their dtype, from ``slopes`` [T, 2] of logprobs and entropies.
+    """Return the gradient by the ``logits`` [T, C], in their dtype, from ``slopes`` [T, 1 + M] of scores.
 
     By a logit, the logprob's derivative is [target] - p, and the entropy's is -p (log p + H).
     """
     logprobs = _scale(logits, temperature) - log_total[:, None]
     words = torch.arange(logits.shape[1], device=logits.device)
     p = logprobs.exp()
-    gradient = (torch.where(words == targets[:, None], 1.0, 0.0) - p) * slopes[:, :1]
+    gradient = (torch.where(words == targets[:, :1], 1.0, 0.0) - p) * slopes[:, :1]
+    for column in range(1, targets.shape[1]):
+        is_target = torch.where(words == targets[:, column : column + 1], 1.0, 0.0)
+        gradient = gradient + (is_target - p) * slopes[:, column + 1 : column + 2]
     if with_entropy:
-        gradient = gradient - p * (logprobs + entropies[:, None]) * slopes[:, 1:]
+        gradient = gradient - p * (logprobs + entropies[:, None]) * slopes[:, 1:2]
     return gradient.to(logits.dtype)
 
 
@@ -274,6 +329,6 @@ class _Tiles:
             yield rows, linear(self._hidden[rows], part.weight, part.bias)
 
     def local_targets(self, part: _VocabularyPart, rows: slice) -> Tensor:
-        """Return the index [..] of each target in a part; outside of it, it is negative or too large."""
+        """Return the index [.., M] of each target in a part; outside of it, it is negative or too large."""
         local: Tensor = self._targets[rows] - part.ids.start
         return local

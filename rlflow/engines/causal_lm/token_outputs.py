@@ -27,19 +27,34 @@ if TYPE_CHECKING:
     from rlflow.engines.vision.passes import Vision
 
 
+@dataclass(frozen=True, eq=False)
+class Extras:
+    """The scores that a pass of a language model computes besides the logprobs of response tokens."""
+
+    entropy: Entropy = "unused"
+    words: NDArray[np.int32] | None = None
+    """[T, K]: further words that are scored in the place of each response token."""
+    top: int = 0
+    """The number of likeliest words that are found in place of all scores."""
+
+
+NO_EXTRAS = Extras()
+
+
 def token_scores(
     model: "PreTrainedModel",
     sequences: Sequences,
     temperature: float,
-    entropy: Entropy = "unused",
+    extras: Extras = NO_EXTRAS,
     sharding: "Ulysses | None" = None,
     vision: "Vision | None" = None,
     routers: "Routers | None" = None,
 ) -> "Tensor":
-    """Return [T, 2], float32: the logprob of each response token, and the entropy of its distribution in nats.
+    """Return [T, 2 + K], float32: the logprob of each response token, the entropy of its distribution, and ``extras``.
 
-    Logits are divided by ``temperature``. Entropies that are ``unused`` are zero. With ``routers`` the model uses the
-    experts that the sequences have in their routing.
+    These are the logprobs of K words; with ``extras.top``, the result is [T, 2 K]: words and their logprobs. Logits are
+    divided by ``temperature``. Entropies that are ``unused`` are zero, others in nats. With ``routers`` the model uses
+    the experts that the sequences have in their routing.
 
     Raises EngineError for a model whose logits are not the output of a single linear layer, and for images that the
     model cannot see.
@@ -54,8 +69,9 @@ def token_scores(
     # reproducible: gradients of an index with repetitions are added up in any order.
     unique, places = (to_device(x, model.device) for x in np.unique(passed.predictors, return_inverse=True))
     ids = sequences.response_ids.values
-    targets = to_device((ids if tokens is None else ids[tokens]).astype(np.int64), model.device)
-    with scores_as_logits(model, places, targets, temperature, entropy) as computed:
+    words = ids if extras.words is None else np.column_stack([ids, extras.words])
+    targets = to_device((words if tokens is None else words[tokens]).astype(np.int64), model.device)
+    with scores_as_logits(model, places, targets, temperature, extras.entropy, extras.top) as computed:
         scores: Tensor = model(**passed.inputs, logits_to_keep=unique).logits
     if scores.data_ptr() != computed[0].data_ptr():
         name = type(getattr(model, "module", model)).__name__

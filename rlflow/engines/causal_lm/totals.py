@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlflow.batch import Minibatch, describe_samples
+from rlflow.batch.top_logprobs import numbers_of
 from rlflow.engines.base import TokenLoss
 from rlflow.engines.causal_lm.host_arrays import to_device
 from rlflow.errors import EngineError, NotFiniteError
@@ -60,7 +61,8 @@ class LossTotals:
             tokens, rows = weighted, np.unique(rows[weighted], return_inverse=True)[1]
             places = to_device(weighted, self._device)
             outputs, more_columns = outputs[places], {name: column[places] for name, column in more_columns.items()}
-        given = {name: to_device(column.values[tokens], self._device) for name, column in part.columns.items()}
+        arrays = {name: numbers_of(column.values[tokens]) for name, column in part.columns.items()}
+        given = {name: to_device(array, self._device) for name, array in arrays.items()}
         columns = {**given, **more_columns, "rows": to_device(rows, self._device)}
         weights = to_device(part.weights.values[tokens], self._device)
         losses, metrics = self._loss(outputs, columns)
@@ -115,7 +117,8 @@ class _Pass:
 
     def describe_not_finite(self) -> str | None:
         """Name the samples whose loss or inputs of the loss are not finite, and these inputs."""
-        broken = {name: ~column.isfinite() for name, column in self.inputs.items()}
+        finite = {name: column.isfinite() for name, column in self.inputs.items()}
+        broken = {name: ~(column.all(1) if column.dim() > 1 else column) for name, column in finite.items()}
         bad = ~self.losses.isfinite()
         for is_broken in broken.values():
             bad = bad | is_broken

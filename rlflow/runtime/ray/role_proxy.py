@@ -20,6 +20,7 @@ from rlflow.batch import (
     Rewards,
     Rollouts,
     Sequences,
+    TopLogprobs,
     ValueEstimates,
 )
 from rlflow.engines.base import Sampling, TokenLoss
@@ -98,6 +99,10 @@ class RoleProxy:
 
     def base_logprobs(self, sequences: Sequences, temperature: float) -> Logprobs:
         return Logprobs(values=self._token_values(sequences, "base_logprobs", temperature))
+
+    def top_logprobs(self, sequences: Sequences, temperature: float, count: int) -> TopLogprobs:
+        values = self._token_values(sequences, "top_logprobs", temperature, count)
+        return TopLogprobs(values=values, is_scored=np.ones(len(sequences), np.bool_))
 
     def values(self, sequences: Sequences) -> ValueEstimates:
         return ValueEstimates(values=self._token_values(sequences, "values"))

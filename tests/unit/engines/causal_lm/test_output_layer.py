@@ -10,7 +10,7 @@ from torch.nn.functional import linear
 
 from rlflow.engines.base import Entropy
 from rlflow.engines.causal_lm import output_layer as head
-from rlflow.engines.causal_lm.output_layer import score_targets, scores_as_logits
+from rlflow.engines.causal_lm.output_layer import find_top_words, score_targets, scores_as_logits
 from rlflow.errors import EngineError
 
 T, H, V = 37, 16, 101
@@ -55,6 +55,41 @@ def test_chunks_are_the_whole(monkeypatch: pytest.MonkeyPatch, at_once: int) -> 
             gradients(ours, *given, entropy=entropy), gradients(theirs, *exactly, entropy=entropy), strict=True
         ):
             assert torch.allclose(one.double(), other, rtol=2e-6, atol=2e-6), case
+
+
+@pytest.mark.parametrize("at_once", [2**20, 130])
+def test_several_targets_of_a_token(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
+    """One of them is the same word as the first."""
+    monkeypatch.setattr(head, "CPU_LOGITS_AT_ONCE", at_once)
+    given, exactly = (
+        inputs(bias=True),
+        [x.detach().double().requires_grad_() for x in inputs(bias=True) if x is not None],
+    )
+    more = torch.stack([TARGETS, (TARGETS + 1) % V, TARGETS.flip(0), TARGETS], 1)
+    ours = score_targets(*given, more, 0.7, "trained")
+    theirs = [plain(exactly[0], exactly[1], exactly[2], more[:, column], 0.7, "trained") for column in range(4)]
+    columns = [theirs[0], *(scores[:, :1] for scores in theirs[1:])]
+    expected, weights = torch.cat(columns, 1), torch.randn(T, 5, generator=torch.Generator().manual_seed(1))
+    assert torch.allclose(ours.double(), expected, rtol=1e-6, atol=1e-6)
+    assert ours[:, :2].equal(score_targets(*given, TARGETS, 0.7, "trained"))
+    for one, other in zip(
+        torch.autograd.grad((ours * weights).sum(), [x for x in given if x is not None]),
+        torch.autograd.grad((expected * weights).sum(), exactly),
+        strict=True,
+    ):
+        assert torch.allclose(one.double(), other, rtol=2e-6, atol=4e-6)
+
+
+@pytest.mark.parametrize("at_once", [2**20, 130])
+@pytest.mark.parametrize("count", [1, 5, 200])
+def test_the_likeliest_words(monkeypatch: pytest.MonkeyPatch, at_once: int, count: int) -> None:
+    monkeypatch.setattr(head, "CPU_LOGITS_AT_ONCE", at_once)
+    hidden, weight, bias = inputs(bias=True)
+    found = find_top_words(hidden.detach(), weight.detach(), bias, count, 0, 0.7)
+    values, words = (linear(hidden, weight, bias) / 0.7).log_softmax(-1).topk(min(count, V))
+    assert found.shape == (T, 2 * min(count, V))
+    assert found[:, : words.shape[1]].long().equal(words)
+    assert torch.allclose(found[:, words.shape[1] :], values, rtol=1e-6, atol=1e-5)
 
 
 def test_large_logits_of_either_sign(monkeypatch: pytest.MonkeyPatch) -> None:
