@@ -91,6 +91,12 @@ class Sequences(Batch):
 class Examples(Sequences):
     """Prompts with the response that the model should learn to give."""
 
+    trained: Repeated | None = None
+    """B rows of bool: the tokens that it learns, where others stand between them. None for all."""
+
+    def own_tokens(self) -> Repeated:
+        return super().own_tokens() if self.trained is None else self.trained
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Pairs(Sequences):

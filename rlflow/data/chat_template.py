@@ -11,10 +11,15 @@ import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from rlflow.data.messages import Message, is_conversation, with_instructions
 from rlflow.errors import first_line
+from rlflow.recipe import Data
 from rlflow.system.processes import limit_memory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 SECONDS = 10.0
 """Time to render one conversation."""
@@ -40,6 +45,19 @@ def processor_template(path: str) -> str | None:
         return None
     template = content.get("chat_template") if isinstance(content, dict) else None
     return template if isinstance(template, str) else None
+
+
+def format_chat(
+    data: Data,
+    tokenizer: "PreTrainedTokenizerBase",
+    prompt: Any,
+    adapt: Callable[[list[Message]], list[Message]] = list,
+) -> str:
+    """Apply the chat template to a conversation, or to a text; ``adapt`` brings messages into the template's form."""
+    conversation = prompt if is_conversation(prompt) else [{"role": "user", "content": str(prompt)}]
+    messages = adapt(with_instructions(conversation, data.system_prompt))
+    options = data.template_options
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options))
 
 
 def render_all(render: Callable[[Any], str], conversations: Sequence[Any]) -> list[str]:

@@ -14,12 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlflow.batch import Packed
-from rlflow.data.chat_template import TemplateError, render_all
+from rlflow.data.chat_template import TemplateError, format_chat, render_all
 from rlflow.data.image_prompts import ImagePrompts, Images, check_truncation
 from rlflow.data.images import IMAGES, without_images
-from rlflow.data.messages import Message, describe_content, is_conversation, response_text, with_instructions
-from rlflow.data.mistakes import Rows, missing_column_error, row_error
-from rlflow.errors import RecipeError, first_line
+from rlflow.data.messages import describe_content, is_conversation
+from rlflow.data.mistakes import Rows, column_of, converted_errors, fix_for_texts, row_error
+from rlflow.data.responses import encode_responses, encode_turns
+from rlflow.errors import RecipeError
 from rlflow.recipe import Data
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ class Encoded:
     prompt_ids: Packed
     responses: tuple[Packed, ...]
     """One for each requested column."""
+    trained: Packed | None = None
+    """The tokens of responses that are trained on, P rows of bool; None for all."""
     images: tuple[Images, ...] | None = None
     """[P]: the images of each prompt; None if no row has any."""
     warnings: tuple[str, ...] = ()
@@ -97,16 +100,21 @@ def encode(
         vision = reader.load_vision()
         image_prompts = ImagePrompts(data, vision, seen)
     prompt_ids = _encode_prompts(data, tokenizer, short_rows, image_prompts)
-    columns = tuple(_encode_responses(data, tokenizer, rows, name) for name in responses)
+    trained = None
+    if responses and data.train_on == "all":
+        ids, trained = encode_turns(data, tokenizer, rows)
+        columns: tuple[Packed, ...] = (ids,)
+    else:
+        columns = tuple(encode_responses(data, tokenizer, rows, name) for name in responses)
     if reader.num_embeddings is not None:
         for ids in (prompt_ids, *columns):
             _check_embeddings(data, tokenizer, ids, reader.num_embeddings)
     if image_prompts is None:
-        return _apply_prompt_limit(data, split, Encoded(rows, prompt_ids, columns, warnings=warnings), is_huge)
+        return _apply_prompt_limit(data, split, Encoded(rows, prompt_ids, columns, trained, warnings=warnings), is_huge)
     for name, ids in zip(responses, columns, strict=True):
         image_prompts.check_responses(name, ids)
     rows = [{name: value for name, value in row.items() if name != IMAGES} for row in rows]
-    return _apply_prompt_limit(data, split, Encoded(rows, prompt_ids, columns, images, vision=vision), is_huge)
+    return _apply_prompt_limit(data, split, Encoded(rows, prompt_ids, columns, trained, images, vision=vision), is_huge)
 
 
 def _num_characters(prompt: Any) -> int:
@@ -178,28 +186,17 @@ def _apply_prompt_limit(data: Data, split: Split, encoded: Encoded, is_huge: NDA
         [encoded.rows[int(row)] for row in short],
         ids.take(short),
         tuple(column.take(short) for column in encoded.responses),
+        None if encoded.trained is None else encoded.trained.take(short),
         None if encoded.images is None else tuple(encoded.images[row] for row in short),
         (*encoded.warnings, f"data.overlong: {fact} and are dropped"),
         encoded.vision,
     )
 
 
-def _column(data: Data, rows: Rows, name: str) -> list[Any]:
-    if name not in rows[0]:
-        raise missing_column_error(data, f"data.columns.{name}", name, rows[0])
-    values = [row.get(name) for row in rows]
-    if None in values:
-        row = values.index(None)
-        is_pair = name == "prompt" and "chosen" in rows[row]
-        more = ", and its chosen and rejected do not begin with the same one" if is_pair else ""
-        raise row_error(data, row, f"has no '{name}'{more}")
-    return values
-
-
 def _encode_prompts(
     data: Data, tokenizer: "PreTrainedTokenizerBase", rows: Rows, image_prompts: ImagePrompts | None
 ) -> Packed:
-    column = _column(data, rows, "prompt")
+    column = column_of(data, rows, "prompt")
     if [] in column:
         raise row_error(data, column.index([]), "has no message before the assistant's")
     if data.system_prompt is not None and not tokenizer.chat_template:
@@ -224,16 +221,16 @@ def _encode_prompts(
             if other := next((content for content in contents if not isinstance(content, str | NoneType)), None):
                 fact, fix = describe_content(other)
                 raise row_error(data, row, fact, fix)
-        render = partial(_format_chat, data, tokenizer)
+        render = partial(format_chat, data, tokenizer)
         if image_prompts is not None:
             column = image_prompts.tagged(column)
-            render = partial(_format_chat, data, tokenizer, adapt=image_prompts.for_template(render))
+            render = partial(format_chat, data, tokenizer, adapt=image_prompts.for_template(render))
         try:
             texts = render_all(render, column)
         except TemplateError as error:
             fact = f"the tokenizer's chat template {error} of '{data.source}'"
-            raise RecipeError("data.source", fact, fix=_fix_for_texts(data)) from None
-        encoded = _convert_errors(data, lambda: tokenizer(texts, add_special_tokens=False)["input_ids"])
+            raise RecipeError("data.source", fact, fix=fix_for_texts(data)) from None
+        encoded = converted_errors(data, lambda: tokenizer(texts, add_special_tokens=False)["input_ids"])
     elif any(not isinstance(prompt, str) for prompt in column):
         raise RecipeError(
             "data.columns.prompt",
@@ -243,54 +240,10 @@ def _encode_prompts(
     else:
         if image_prompts is not None:
             column = [image_prompts.as_text(prompt) for prompt in image_prompts.tagged(column)]
-        encoded = _convert_errors(data, lambda: tokenizer(column)["input_ids"])
+        encoded = converted_errors(data, lambda: tokenizer(column)["input_ids"])
     packed = Packed.from_rows(encoded, np.int32)
     if image_prompts is not None:
         packed = image_prompts.expand(packed)
     if (empty := np.flatnonzero(packed.lengths == 0)).size:
         raise row_error(data, int(empty[0]), "has an empty prompt")
     return packed
-
-
-def _encode_responses(data: Data, tokenizer: "PreTrainedTokenizerBase", rows: Rows, name: str) -> Packed:
-    """Encode each response, followed by the end token."""
-    if (end := tokenizer.eos_token_id) is None:
-        raise RecipeError(
-            "models", "the tokenizer has no end token, which responses need", fix="use a tokenizer with an eos_token"
-        )
-    texts = [response_text(response) for response in _column(data, rows, name)]
-    if None in texts:
-        fact = f"has a '{name}' that is neither a text nor a conversation that ends with an assistant's text"
-        raise row_error(data, texts.index(None), fact)
-    encoded = _convert_errors(data, lambda: tokenizer(texts, add_special_tokens=False)["input_ids"])
-    return Packed.from_rows([[*ids, end] for ids in encoded], np.int32)
-
-
-def _format_chat(
-    data: Data,
-    tokenizer: "PreTrainedTokenizerBase",
-    prompt: Any,
-    adapt: Callable[[list[Message]], list[Message]] = list,
-) -> str:
-    """Apply the chat template to a conversation, or to a text; ``adapt`` brings messages into the template's form."""
-    conversation = prompt if is_conversation(prompt) else [{"role": "user", "content": str(prompt)}]
-    messages = adapt(with_instructions(conversation, data.system_prompt))
-    options = data.template_options
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options))
-
-
-def _fix_for_texts(data: Data) -> str:
-    no_system_role = ", or set data.system_prompt=null if the chat template has no system role"
-    return "remove such rows" + (no_system_role if data.system_prompt is not None else "")
-
-
-def _convert_errors(data: Data, encode: Callable[[], T]) -> T:
-    """Turn an error of a tokenizer into a RecipeError."""
-    try:
-        return encode()
-    except Exception as error:  # tokenizers raise errors of many kinds
-        raise RecipeError(
-            "data.source",
-            f"the tokenizer refuses a text of '{data.source}' ({first_line(error)})",
-            fix=_fix_for_texts(data),
-        ) from None

@@ -38,7 +38,7 @@ def load_rows(data: Data, field: Literal["split", "eval_split"], *, sees_images:
     # Read from the original row, so that two columns can be swapped.
     columns = data.columns.items()
     renamed = [{**row, **{name: _value(row, column) for name, column in columns}} for row in rows]
-    return split_answers(read_images(data, renamed) if sees_images else renamed)
+    return split_answers(read_images(data, renamed) if sees_images else renamed, data.train_on)
 
 
 def describe_rows(rows: Rows) -> str:

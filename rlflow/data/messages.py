@@ -7,7 +7,7 @@ with ``Human:`` and ``Assistant:``. In a row with images, parts that stand for o
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 Row = Mapping[str, Any]
 Message = Mapping[str, Any]
@@ -30,14 +30,14 @@ def is_conversation(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(m, Mapping) and "role" in m for m in value)
 
 
-def split_answers(rows: Sequence[Row]) -> Sequence[Row]:
-    """Return the rows with prompts that end before the assistant's last turn.
+def split_answers(rows: Sequence[Row], train_on: Literal["last", "all"] = "last") -> Sequence[Row]:
+    """Return the rows with prompts that end before the assistant's last turn, or with ``all`` before its first.
 
     Rows for supervised training have a conversation in ``messages`` or ``conversations``, which becomes the prompt if
-    there is no other. The last turn of a conversation that ends with the assistant becomes the row's ``response``,
-    unless it has one. Pairs without a prompt have it as the common beginning of both conversations.
+    there is no other. The rest of a conversation that ends with the assistant becomes the row's ``response``, unless it
+    has one. Pairs without a prompt have it as the common beginning of both conversations.
     """
-    return [_split(_with_common_prompt(_with_messages(row))) for row in rows]
+    return [_split(_with_common_prompt(_with_messages(row)), train_on) for row in rows]
 
 
 def _with_messages(row: Row) -> Row:
@@ -92,13 +92,15 @@ def _turns(value: Any) -> list[Message]:
     return [{"role": role, "content": text} for role, text in zip(roles, turns[1::2], strict=True)]
 
 
-def _split(row: Row) -> Row:
+def _split(row: Row, train_on: Literal["last", "all"]) -> Row:
     conversation = row.get("prompt", row.get("messages", row.get("conversations")))
     if not is_conversation(conversation):
         return row
     if conversation[-1]["role"] != "assistant":
         return {**row, "prompt": conversation}
-    return {"response": conversation[-1:], **row, "prompt": conversation[:-1]}
+    turns = [place for place, message in enumerate(conversation) if message["role"] == "assistant"]
+    end = turns[0 if train_on == "all" else -1]
+    return {"response": conversation[end:], **row, "prompt": conversation[:end]}
 
 
 def describe_content(content: Any) -> tuple[str, str]:

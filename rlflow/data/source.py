@@ -58,6 +58,8 @@ class DataSource:
     """The responses of examples, or the chosen responses of pairs."""
     held_out: Mapping[str, Prompts | Pairs]
     """The held-out rows of each evaluation set; the one of ``eval_split`` has an empty name."""
+    trained: Packed | None = None
+    """The tokens of examples that are trained on, as rows of bool; None for all."""
     rejected_ids: Packed | None = None
     """The rejected responses of pairs."""
     images: Sequence[Images] | None = None
@@ -133,6 +135,7 @@ class DataSource:
             keys=_keys(step, len(rows)),
             prompt_ids=self.prompt_ids.take(rows),
             response_ids=self.response_ids.take(rows),
+            trained=None if self.trained is None else Repeated.from_packed(self.trained.take(rows)),
             images=_read_images(self.images, rows),
         )
 
@@ -231,6 +234,7 @@ def open_training_data(
         train.prompt_ids,
         train.responses[0] if names else None,
         sets,
+        train.trained,
         train.responses[1] if edge == "pairs" else None,
         train.images,
         warnings=tuple(warnings),

@@ -142,6 +142,9 @@ class Data(Section):
     """The limit of a prompt; ``overlong`` decides about longer ones."""
     overlong: Literal["error", "drop", "truncate_left"] = "error"
     """Handling of prompts with more tokens: end the run, drop their rows, or keep only their last tokens."""
+    train_on: Literal["last", "all"] = "last"
+    """The turns of the assistant in a conversation that supervised training learns: its last, or all of them. Tokens
+    that the chat template writes between turns are read, and not learned."""
     image: ImageLimits = ImageLimits()
     """Limits of images."""
 

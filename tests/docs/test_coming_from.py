@@ -36,7 +36,7 @@ def test_trl_has_the_options_of_its_column() -> None:
         pytest.skip("trl is not installed")
     trl, transformers = (Path(str(spec.origin)).parent for spec in found if spec)
     files = (
-        *(trl / "trainer" / f"{name}_config.py" for name in ("base", "grpo", "model")),
+        *(trl / "trainer" / f"{name}_config.py" for name in ("base", "grpo", "model", "sft")),
         trl / "experimental" / "online_dpo" / "online_dpo_config.py",
         *(trl / "scripts" / "utils.py", transformers / "training_args.py"),
     )

@@ -24,6 +24,9 @@ def check_data(recipe: Recipe, graph: Graph) -> None:
         if name is not None and ":" in source:
             fact = f"only data sets on the hub have named configurations, and '{source}' is a function"
             raise RecipeError(f"{path}.name", fact, fix=f"{path}.name=null")
+    if recipe.data.train_on == "all" and "examples" not in graph.sources:
+        fact = "chooses what supervised training learns, and no node reads examples"
+        raise RecipeError("data.train_on", fact, fix="data.train_on=last")
     if "pairs" in graph.sources:
         _check_pairs(recipe)
     model = recipe.models[recipe.roles[graph.tokenizer_role()].model]
