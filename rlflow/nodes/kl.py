@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from rlflow.batch import Logprobs, Packed, Rollouts
+from rlflow.batch import Logprobs, Packed, Rollouts, Sequences
 from rlflow.errors import GraphError
 from rlflow.nodes.base import State
 from rlflow.nodes.expressions import old_probability
@@ -47,13 +47,16 @@ def kl_estimate(estimator: Estimator, difference: Values, inverse: Values) -> Va
     return (inverse - 1 + difference).clip(max=MAX_K3)
 
 
-def token_kl(estimator: Estimator, rollouts: Rollouts, reference: Logprobs, old_logprobs: Logprobs | None) -> Packed:
+def token_kl(estimator: Estimator, rollouts: Sequences, reference: Logprobs, old_logprobs: Logprobs | None) -> Packed:
     """Return the estimate for each response token, as B rows of float64.
 
     The policy's logprobs are ``old_logprobs``, or without them those of the engine that sampled. A token that the model
     did not generate itself has 0.
     """
-    policy = rollouts.logprobs if old_logprobs is None else old_logprobs.values
+    if old_logprobs is None:
+        assert isinstance(rollouts, Rollouts), "see KlDivergence.check_graph"
+        old_logprobs = Logprobs(values=rollouts.logprobs)
+    policy = old_logprobs.values
     difference = policy.values.astype(np.float64) - reference.values.values
     difference = np.where(rollouts.own_tokens().values, difference, 0.0)
     inverse = np.exp(-difference.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO))

@@ -74,6 +74,12 @@ def preference_loss(margin: "Tensor", label_smoothing: float = 0.0) -> "tuple[Te
     return loss, {"accuracy": (1 + margin.sign()) / 2, "margin": margin}
 
 
+def difference_sums(policy: Logprobs, reference: Logprobs) -> NDArray[np.float32]:
+    """Return log(policy / reference) of each response [2 P]."""
+    differences = policy.values.values.astype(np.float64) - reference.values.values
+    return np.add.reduceat(differences, policy.values.offsets[:-1]).astype(np.float32)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DpoLoss:
     """-log sigmoid(beta m), m = d_chosen - d_rejected, d = log(policy / reference) of a whole response.
@@ -172,10 +178,8 @@ class DpoUpdate(Preference, Node, kind="dpo_update", unit="batch"):
 
     def scores(self, engine: Scores, pairs: Pairs, reference: Logprobs) -> NDArray[np.float32]:  # type: ignore[override]
         """Return the implicit rewards over beta."""
-        policy = engine.logprobs(pairs, 1.0).values
-        differences = policy.values.astype(np.float64) - reference.values.values
-        sums = np.add.reduceat(differences, policy.offsets[:-1])
-        return (sums / policy.lengths if self.mean_over_tokens else sums).astype(np.float32)
+        sums = difference_sums(engine.logprobs(pairs, 1.0), reference)
+        return (sums / pairs.response_ids.lengths if self.mean_over_tokens else sums).astype(np.float32)
 
 
 @dataclass(frozen=True, kw_only=True)

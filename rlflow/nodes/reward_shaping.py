@@ -10,8 +10,8 @@ from typing import Annotated
 import numpy as np
 from annotated_types import Unit
 
-from rlflow.batch import Divergences, Logprobs, Rewards, Rollouts
-from rlflow.errors import RecipeError
+from rlflow.batch import Divergences, Logprobs, Rewards, Rollouts, Sequences
+from rlflow.errors import GraphError, RecipeError
 from rlflow.nodes.base import Formula, Node, NodeView
 from rlflow.nodes.expressions import times
 from rlflow.nodes.kl import Estimator, KlCoefficient, check_target, kl_expression, old_difference, token_kl
@@ -22,7 +22,7 @@ from rlflow.schema import Coefficient, Count, Divergence
 class KlDivergence(Node, kind="kl_divergence", unit="sample"):
     """The KL divergence from the reference, summed over each response.
 
-    The policy's logprobs are ``old_logprobs``, or without them those of the engine that sampled.
+    The policy's logprobs are ``old_logprobs``, or without them those of the engine that sampled the rollouts.
     """
 
     kl_estimator: Estimator = "k1"
@@ -32,7 +32,12 @@ class KlDivergence(Node, kind="kl_divergence", unit="sample"):
         summed = f"sum of {kl_expression(self.kl_estimator, 'd_old')} over the response"
         return Formula(symbol="KL", expression=summed, where=old_difference(symbols))
 
-    def run(self, rollouts: Rollouts, reference: Logprobs, old_logprobs: Logprobs | None = None) -> Divergences:
+    def check_graph(self, view: NodeView) -> None:
+        if not any(view.generators()) and "old_logprobs" not in view.node.inputs:
+            fact = "needs the policy's logprobs of responses that no node samples"
+            raise GraphError(f"{view.path}.old_logprobs", fact, fix="a node 'logprobs' with the policy's role")
+
+    def run(self, rollouts: Sequences, reference: Logprobs, old_logprobs: Logprobs | None = None) -> Divergences:
         kl = token_kl(self.kl_estimator, rollouts, reference, old_logprobs)
         return Divergences(values=np.add.reduceat(kl.values, kl.offsets[:-1]).astype(np.float32))
 

@@ -16,24 +16,29 @@ from tests.conftest import CONFIG_DIR, ROOT
 from tests.glossary import unexplained
 from tests.helpers import load
 
-ALGORITHMS = sorted({path.stem for path in (ROOT / "conf" / "algorithm").glob("*.yaml")} - {"sft"})
-FROM_PAIRS = {"dpo", "rm"}
+# Of the others, sft has no evaluation, and rlhf needs a trained reward model.
+ALGORITHMS = sorted({path.stem for path in (ROOT / "conf" / "algorithm").glob("*.yaml")} - {"sft", "rlhf"})
+FROM_PAIRS = {"dpo", "kto", "rm"}
 # The metrics of each algorithm, besides those of all.
 SAID = {
     "cispo": ["update/clip_fraction"],
     "dapo": ["shaped/mean", "sampling/differing"],
     "distill": ["rewards/mean", "update/clip_fraction", "update/kl"],
+    "distill_top": ["rewards/mean", "update/covered", "update/scored"],
     "dpo": ["update/accuracy", "update/margin"],
     "dr_grpo": ["update/clip_fraction"],
     "grpo": ["update/clip_fraction", "update/kl"],
     "grpo_lora": ["update/clip_fraction", "update/kl"],
     "gspo": ["update/clip_fraction"],
+    "kto": ["update/accuracy", "update/point"],
+    "online_dpo": ["rewards/mean", "update/accuracy"],
     "ppo": ["update/clip_fraction", "value_update/loss", "advantages/explained_variance", "advantages/kl"],
     "reinforce_plus_plus": ["update/clip_fraction"],
     "reinforce_plus_plus_baseline": ["update/clip_fraction", "update/kl"],
     "remax": ["greedy/length_mean", "greedy_rewards/mean"],
     "rloo": ["kl/mean", "penalized/mean"],
     "rm": ["update/accuracy", "update/margin"],
+    "rm_own": ["rewards/mean", "update/accuracy"],
 }
 
 
@@ -41,7 +46,7 @@ SAID = {
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_it_runs(algorithm: str, tmp_path: Path) -> None:
     reward = [] if algorithm in FROM_PAIRS else ["graph.rewards.function='tests.integration.reward_functions:length'"]
-    roles = {"ppo": ("actor", "critic"), "rm": ("reward",)}.get(algorithm, ("actor",))
+    roles = {"ppo": ("actor", "critic"), "rm": ("reward",), "rm_own": ("reward",)}.get(algorithm, ("actor",))
     no_warmup = [f"roles.{role}.optimizer.warmup_steps=0" for role in roles]
     recipe = load(f"recipe={algorithm}_tiny", "steps=2", "data.batch_size=4", *no_warmup, *reward)
     small = load("recipe=real", config_dir=CONFIG_DIR).models["policy"]
