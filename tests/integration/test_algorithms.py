@@ -16,7 +16,7 @@ from tests.conftest import CONFIG_DIR, ROOT
 from tests.glossary import unexplained
 from tests.helpers import load
 
-# Of the others, sft has no evaluation, and rlhf needs a trained reward model.
+# SFT has no evaluation, and RLHF needs a trained reward model.
 ALGORITHMS = sorted({path.stem for path in (ROOT / "conf" / "algorithm").glob("*.yaml")} - {"sft", "rlhf"})
 FROM_PAIRS = {"dpo", "kto", "rm"}
 # The metrics of each algorithm, besides those of all.

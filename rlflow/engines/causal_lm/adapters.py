@@ -42,6 +42,7 @@ def add_adapters(model: "PreTrainedModel", spec: EngineSpec) -> None:
     config = LoraConfig(
         r=spec.lora.rank,
         lora_alpha=spec.lora.alpha,
+        use_rslora=spec.lora.rank_stabilized,
         target_modules=_target_modules(model, spec),
         exclude_modules=excluded_modules(model),
     )
@@ -164,6 +165,7 @@ def save_adapters(
     LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
+        use_rslora=lora.rank_stabilized,
         target_modules=targets,
         exclude_modules=excluded,
         task_type="CAUSAL_LM",

@@ -6,6 +6,7 @@ arXiv 2106.09685, equation 3).
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import sqrt
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Le, MinLen
@@ -26,13 +27,15 @@ class Lora(Section):
     """The rank of the matrices A and B; at most 512 with vLLM."""
     alpha: Annotated[float, Ge(1e-3), Le(1e6)] = 32.0
     """B A is multiplied by ``alpha / rank``."""
+    rank_stabilized: bool = False
+    """Multiply by alpha / sqrt(rank), so that a larger rank learns as fast (rsLoRA, arXiv 2312.03732)."""
     target_modules: Literal["all-linear"] | Annotated[tuple[str, ...], MinLen(1)] = "all-linear"
     """Names of layers in the model's class, such as ``q_proj``; ``all-linear``: all but the output layer."""
 
     @property
     def scaling(self) -> float:
-        """Return the LoRA scale, alpha / rank."""
-        return self.alpha / self.rank
+        """Return the LoRA scale, alpha / rank or alpha / sqrt(rank)."""
+        return self.alpha / (sqrt(self.rank) if self.rank_stabilized else self.rank)
 
     def missing_layers(self, model: Architecture) -> list[str]:
         """Return the target modules that the model does not have; none where the layers of its type are not known."""

@@ -41,7 +41,7 @@ def logprobs(engine: Any) -> Any:
     return engine.logprobs(GIVEN, 1.0).values.values
 
 
-def whole(engine: TorchEngine) -> Mapping[str, torch.Tensor]:
+def whole(engine: TorchEngine, scale: float = 6 / 4) -> Mapping[str, torch.Tensor]:
     """Return the weights of the engine's model with its adapters added, calculated in float64."""
     state = engine._model.state_dict()
     weights = {}
@@ -51,7 +51,7 @@ def whole(engine: TorchEngine) -> Mapping[str, torch.Tensor]:
         layer, inside, _ = name.partition(".base_layer.weight")
         if inside:
             a, b = state[f"{layer}.lora_A.default.weight"], state[f"{layer}.lora_B.default.weight"]
-            tensor = tensor.double() + 6 / 4 * b.double() @ a.double()
+            tensor = tensor.double() + scale * b.double() @ a.double()
         weights[name.replace(".base_layer", "")] = tensor.double()
     return weights
 
@@ -173,13 +173,14 @@ def test_a_checkpoint_has_adapters_and_resumes_bit_for_bit(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_it_exports_a_model_without_adapters_and_beside_it_peft_s(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("lora", "scale"), [(LORA, 6 / 4), (replace(LORA, rank_stabilized=True), 6 / 2)])
+def test_it_exports_a_model_without_adapters_and_beside_it_peft_s(tmp_path: Path, lora: Lora, scale: float) -> None:
     from peft import PeftModel
 
-    engine = trained()
+    engine = trained(actor(lora=lora))
     engine.export(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    for name, weight in whole(engine).items():
+    for name, weight in whole(engine, scale).items():
         torch.testing.assert_close(loaded.state_dict()[name].double(), weight, atol=1e-6, rtol=1e-6)
     exported = TransformersEngine(actor(lora=None, model=replace(MODEL, path=str(tmp_path), random_weights=False)))
     assert logprobs(exported) == pytest.approx(logprobs(engine), abs=1e-5)
