@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,7 +21,7 @@ from rlflow.engines import fsdp
 from rlflow.engines.base import EngineSpec
 
 TOLERANCES = {"losses": 1e-6, "norms": 1e-5, "gradients": 1e-6, "weights": 1e-5}
-"""The largest differences that float32 explains; that of a norm is a part of it."""
+"""The largest differences that are exact; that of a norm is a part of it."""
 # An engine may halve sums, leave the gradients of other ranks out of the norm, or leave other ranks' heads out of the
 # gradients of the norms of queries and keys. Degrees with which it shows: data, sequence, tensor, expert.
 MISTAKES = {(2, 1, 1, 2): ("factor", "norm"), (2, 1, 2, 1): ("heads",)}
@@ -36,15 +37,27 @@ class Result:
     """The gradients of the first step."""
     weights: Mapping[str, Tensor]
 
-    def differences(self, expected: "Result") -> Mapping[str, float]:
-        """Return the largest differences to one rank that are larger than float32 explains."""
-        assert (self.gradients.keys(), self.weights.keys()) == (expected.gradients.keys(), expected.weights.keys())
+    def differences(self, expected: "Result", ranges: "Ranges") -> Mapping[str, float]:
+        """Return the largest differences to one rank that are not exact; those of weights to its ``ranges``."""
+        assert (self.gradients.keys(), self.weights.keys()) == (expected.gradients.keys(), ranges.keys())
         losses = max(abs(one - other) for one, other in zip(self.losses, expected.losses, strict=True))
         norms = max(abs(one / other - 1) for one, other in zip(self.norms, expected.norms, strict=True))
         gradients = max(float((self.gradients[name] - expected.gradients[name]).abs().max()) for name in self.gradients)
-        weights = max(float((self.weights[name] - expected.weights[name]).abs().max()) for name in self.weights)
+        weights = max(
+            float((weight - weight.clamp(*ranges[name])).abs().max()) for name, weight in self.weights.items()
+        )
         sizes = {"losses": losses, "norms": norms, "gradients": gradients, "weights": weights}
         return {name: size for name, size in sizes.items() if not size <= TOLERANCES[name]}
+
+
+Ranges = Mapping[str, tuple[Tensor, Tensor]]
+"""The least and the largest values of each weight, by name, that one rank computes with several orders of sums."""
+
+
+def weight_ranges(results: Sequence[Result]) -> Ranges:
+    """Return the ranges of the weights of several runs of one rank."""
+    stacks = {name: torch.stack([result.weights[name] for result in results]) for name in results[0].weights}
+    return {name: (stack.amin(0), stack.amax(0)) for name, stack in stacks.items()}
 
 
 def train(engine: Any, parts: Sequence[Minibatch], mistake: str = "") -> Result:
