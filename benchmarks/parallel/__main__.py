@@ -13,6 +13,10 @@ step, so one rank that cuts its rows into other passes ends with other weights. 
 range of what one rank computes with passes of several sizes; ``weight_spread`` is the largest of these ranges.
 A step of two passes over four layers is counted in messages, and its CPU time compared with that of DeepSpeed's ZeRO 3.
 
+Before its first step, each combination also gives away its weights in bfloat16, as a sync does, mostly in slices: they
+must equal those of the model's file. The largest buffer of a sync is counted with the shapes of DeepSeek-V3;
+``--only buffers`` measures just this.
+
 A mixture of experts is sampled by vLLM and scored by the engine ``torch``, with the experts of the sampler (routing
 replay) and without: the figures are percentile 99 of the difference of logprobs. ``--only replay`` measures just these.
 """
@@ -30,6 +34,7 @@ os.environ.update(DS_ACCELERATOR="cpu", TOKENIZERS_PARALLELISM="false", OMP_NUM_
 
 import torch
 
+from benchmarks.parallel.buffers import largest_buffer_mib
 from benchmarks.parallel.cases import MODELS, STEPS, layouts, make_models, minibatch, shares, spec_of
 from benchmarks.parallel.ranks import MISTAKES, Ranks, Result, cost, running, train, train_rank, weight_ranges
 from benchmarks.parallel.replay import differences
@@ -39,6 +44,7 @@ from rlflow.resources.layout import Layout
 
 # Four groups of layers, embeddings and output layer are gathered twice in each of two passes, the last norm once.
 MAX_GATHERS, MAX_REDUCTIONS = 26, 7
+MAX_BUFFER_MIB = 256
 # Tokens of a pass of one rank: ranks are compared with the first.
 PASSES = (48, 500, 24, 13)
 # With other experts in some layers, logprobs in bfloat16 differ by more than with the same; float32 by two units.
@@ -55,6 +61,8 @@ class Findings:
     """The combinations that are not exact."""
     unnoticed: list[str] = field(default_factory=list)
     """The mistakes that were not noticed."""
+    wrongly_sent: list[str] = field(default_factory=list)
+    """Weights with other values in a sync than in their file."""
     weight_spread: float = 0.0
     """The largest difference between weights of one rank with passes of several sizes."""
 
@@ -80,7 +88,9 @@ def compare(folder: Path, ranks: Mapping[int, Ranks], only: str, seed: int, find
             of_ranks = [list(parts) for parts in zip(*(shares(batch, layout) for batch in batches), strict=True)]
             group = ranks[layout.num_gpus]
             findings.count += 1
-            if differences := group.call(train_rank, spec, of_ranks, "")[0].differences(alone[0], ranges):
+            result = group.call(train_rank, spec, of_ranks, "")[0]
+            findings.wrongly_sent += [f"{name}: {weight}" for weight in result.wrongly_sent]
+            if differences := result.differences(alone[0], ranges):
                 findings.inexact.append(name)
                 print(f"differs with seed {seed}: {name} in {differences}", flush=True)
             # Two mistakes show where ranks have different experts, and one where they have different heads.
@@ -122,27 +132,35 @@ def main() -> int:
         for seed in range(arguments.seeds):
             compare(folder, ranks, arguments.only, seed, findings)
         ratio, gathers, reductions = costs(folder, ranks[4])
+        buffer = largest_buffer_mib() if arguments.only in "buffers" else 0.0
         replayed = differences(folder) if arguments.only in "replay" else {}
+    for name in findings.wrongly_sent:
+        print("not as in its file:", name)
     for name in findings.unnoticed:
         print("not noticed:", name)
     figures = {
         "combinations": findings.count,
         "inexact": len(findings.inexact),
         "unnoticed": len(findings.unnoticed),
+        "wrongly_sent": len(findings.wrongly_sent),
         "weight_spread": findings.weight_spread,
         "cpu_over_zero3": ratio,
         "gathers": gathers,
         "reductions": reductions,
     }
     goals = {
-        "combinations": Goal("at least 1", findings.count >= 1 or arguments.only == "replay"),
+        "combinations": Goal("at least 1", findings.count >= 1 or arguments.only in ("replay", "buffers")),
         "inexact": Goal("none", not findings.inexact),
         "unnoticed": Goal("none", not findings.unnoticed),
+        "wrongly_sent": Goal("none", not findings.wrongly_sent),
         "weight_spread": Goal("any", True),
         "cpu_over_zero3": Goal("at most 0.5", ratio <= 0.5),
         "gathers": Goal(f"at most {MAX_GATHERS}", gathers <= MAX_GATHERS),
         "reductions": Goal(f"at most {MAX_REDUCTIONS}", reductions <= MAX_REDUCTIONS),
     }
+    if buffer:
+        figures["largest_buffer_mib"] = buffer
+        goals["largest_buffer_mib"] = Goal(f"at most {MAX_BUFFER_MIB}", buffer <= MAX_BUFFER_MIB)
     if replayed:
         figures |= {
             "replay_p99": replayed["bfloat16 with"],

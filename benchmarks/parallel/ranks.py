@@ -11,14 +11,17 @@ from typing import Any
 from unittest import mock
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.core_model_loading import revert_weight_conversion
 
 from benchmarks.parallel.cases import Loss
 from rlflow.batch import Minibatch
 from rlflow.engines import fsdp
 from rlflow.engines.base import EngineSpec
+from rlflow.engines.buckets import join_parts
 
 TOLERANCES = {"losses": 1e-6, "norms": 1e-5, "gradients": 1e-6, "weights": 1e-5}
 """The largest differences that are exact; that of a norm is a part of it."""
@@ -36,6 +39,8 @@ class Result:
     gradients: Mapping[str, Tensor]
     """The gradients of the first step."""
     weights: Mapping[str, Tensor]
+    wrongly_sent: Sequence[str] = ()
+    """Weights that left the engine before the first step with other values than their file has, in bfloat16."""
 
     def differences(self, expected: "Result", ranges: "Ranges") -> Mapping[str, float]:
         """Return the largest differences to one rank that are not exact; those of weights to its ``ranges``."""
@@ -93,8 +98,18 @@ def _full(gradient: Any) -> Tensor:
 
 
 def train_rank(spec: EngineSpec, parts: Sequence[Minibatch], mistake: str) -> Result | None:
-    result = train(fsdp.FsdpEngine(spec), parts, mistake)
+    engine = fsdp.FsdpEngine(spec)
+    wrong = find_wrongly_sent(engine, spec)
+    result = replace(train(engine, parts, mistake), wrongly_sent=wrong)
     return result if spec.rank == 0 else None
+
+
+def find_wrongly_sent(engine: Any, spec: EngineSpec) -> list[str]:
+    """Return the weights that a sync in bfloat16, with most weights in slices, gives other values than the file has."""
+    with mock.patch.object(fsdp, "LARGEST_BYTES", 2**12), mock.patch.object(engine, "_dtype", torch.bfloat16):
+        sent = revert_weight_conversion(engine._model, dict(join_parts(engine.weights())))
+    file = load_file(f"{spec.model.path}/model.safetensors")
+    return [name for name, values in file.items() if not torch.equal(values.bfloat16(), sent[name])]
 
 
 class _Messages(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -13,8 +13,29 @@ from rlflow.resources.memory.processes import BUCKET_BYTES
 if TYPE_CHECKING:
     from torch import Tensor
 
+LARGEST_BYTES = 256 * 2**20
+"""The largest weight that travels whole. Of a larger one come experts under names of their own, or rows in parts."""
+# All parts of a weight but the last have this after its name.
+_MORE = "+"
 # Tensors start at multiples of this, which is a multiple of every dtype's size.
 _ALIGNMENT = 64
+
+
+def part_name(name: str, *, is_last: bool) -> str:
+    """Return the name under which some rows of a weight travel, in order."""
+    return name if is_last else name + _MORE
+
+
+def join_parts(weights: "Iterable[tuple[str, Tensor]]") -> "Iterator[tuple[str, Tensor]]":
+    """Yield weights with all of their rows."""
+    import torch
+
+    parts: list[Tensor] = []
+    for name, tensor in weights:
+        parts.append(tensor)
+        if not name.endswith(_MORE):
+            yield name, tensor if len(parts) == 1 else torch.cat(parts)
+            parts = []
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,15 @@ from typing import TYPE_CHECKING, Any, cast
 
 from rlflow.batch import Packed, Sequences
 from rlflow.engines.base import ALL_TRANSPORTS, TORCH_TRAINING, EngineKind, EngineSpec
-from rlflow.engines.causal_lm.adapters import add_adapters
+from rlflow.engines.buckets import LARGEST_BYTES, part_name
+from rlflow.engines.causal_lm.adapters import add_adapters, synced_weights, transfer_name
+from rlflow.engines.causal_lm.expert_files import names_in_files, split_experts
 from rlflow.engines.causal_lm.pretrained import load_model
 from rlflow.engines.causal_lm.token_outputs import NO_EXTRAS, Extras
 from rlflow.engines.sharded.engine import ShardedEngine
 from rlflow.engines.sharded.mesh import create_meshes
 from rlflow.engines.sharded.process_group import join_process_group, set_timeouts, wait_for_files
-from rlflow.engines.sharded.shard_values import count_copies, full_values, local_values
+from rlflow.engines.sharded.shard_values import count_copies, full_values, local_values, row_slices
 from rlflow.engines.sharded.sharded_state import ShardedState
 from rlflow.engines.sharded.shards import MeshShards
 from rlflow.engines.sharded.trained_state import TrainedState
@@ -125,6 +127,22 @@ class FsdpEngine(ShardedEngine):
     @staticmethod
     def _local_values(weight: Any) -> "Tensor":
         return local_values(weight)
+
+    def weights(self) -> "Iterator[tuple[str, Tensor]]":
+        """Yield the weights that a sync transfers; of large ones the rows in parts, or experts by their names in files.
+
+        No rank holds more than ``LARGEST_BYTES`` of them at a time.
+        """
+        for name, weight in synced_weights(self._model, self._named_weights(), self._spec).items():
+            if weight.numel() * self._dtype.itemsize <= LARGEST_BYTES:
+                yield from ((transfer_name(name), values) for _, values in self._gather({name: weight}))
+                continue
+            names = names_in_files(self._model, name, weight)
+            for first, rows in row_slices(weight, self._dtype, LARGEST_BYTES):
+                if names:
+                    yield from split_experts(names, first, rows)
+                else:
+                    yield part_name(name, is_last=first + len(rows) == len(weight)), rows
 
     def _gather(self, weights: "Mapping[str, Tensor]") -> "Iterator[tuple[str, Tensor]]":
         import torch

@@ -150,6 +150,8 @@ class TransformersEngine(TunableEngine, ProfiledEngine):
         state = trained_weights(self._model.state_dict(), self._spec.lora)
         values = {transfer_name(name): value for name, value in state.items()}
         expected = ExpectedWeights.of_model(self._model, self._spec)
+        for experts in expected.experts.values():
+            values |= experts
         with torch.no_grad():
             for name, tensor in expected.check(self._spec.role, weights):
                 values[name].copy_(tensor)

@@ -1,18 +1,24 @@
 """Experts in parallel on ranks of the FSDP engine, against the plain engine on one."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig
 
 from rlflow.engines.base import EngineSpec
+from rlflow.engines.serving.weights import ExpectedWeights
 from rlflow.errors import EngineError
 from rlflow.recipe import Model
 from tests.expert_models import save_model
-from tests.integration.engine_process import EngineProcess, free_address, processes
+from tests.integration.engine_process import EngineProcess, all_of, free_address, processes
 from tests.integration.test_deepspeed import LOSS, of_path, policy_minibatch, split
 from tests.integration.test_fsdp import actor, assert_equal_training, assert_same_weights, of_ranks, plain, shares
 
@@ -89,6 +95,38 @@ def test_checkpoints_and_exports_fit_any_number_of_ranks(
     first.export([tmp_path / "model"] * 2)
     again = plain(replace(of, model=of_path(tmp_path / "model")))
     assert_same_weights(list(again.weights()), list(alone.weights()))
+
+
+def sliced_weights(engines: list[Any], place: int) -> list[tuple[str, torch.Tensor]]:
+    with small_slices():
+        return list(engines[place].weights())
+
+
+@contextmanager
+def small_slices() -> Iterator[None]:
+    """Let a slice have at most 320 bytes: less than an expert, and five of 13 rows of the embeddings."""
+    with patch("rlflow.engines.serving.weights.LARGEST_BYTES", 320), patch("rlflow.engines.fsdp.LARGEST_BYTES", 320):
+        yield
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "deepseek_v3"])
+def test_large_layers_leave_in_slices(two: Sequence[EngineProcess], address: str, model_of: Any, name: str) -> None:
+    """Experts have the names and the values of the model's file, and the receiver misses none."""
+    of = replace(with_experts(actor(), model_of(name), 2), model=replace(model_of(name), dtype="bfloat16"))
+    sent = all_of(two, sliced_weights, of_ranks(two, address, of)._places)[0]
+    file = load_file(Path(of.model.path or "") / "model.safetensors")
+    experts = {weight for weight in file if ".experts." in weight}
+    assert experts == {weight for weight, _ in sent if ".experts." in weight}
+    expected = dict(plain(of).weights()) | file
+    with small_slices():
+        receiver = ExpectedWeights.of(AutoConfig.from_pretrained(of.model.path), of)
+    received = dict(receiver.check("rollout", sent))
+    for weight, value in received.items():
+        assert torch.equal(value, expected[weight].bfloat16()), weight
+    assert len(received) < len(sent)
+    last = max(experts)
+    with pytest.raises(EngineError, match=f"the weights lack '{last}'"):
+        list(receiver.check("rollout", ((weight, value) for weight, value in sent if weight != last)))
 
 
 def test_experts_that_cannot_be_divided(two: Sequence[EngineProcess], address: str, model_of: Any) -> None:

@@ -7,5 +7,5 @@ stream through rlflow's attention function (``attention.py``).
 
 ``token_outputs.py`` turns a pass into logprobs, values or rewards per response token; ``output_layer.py`` computes the
 logprobs without ever holding all logits. ``totals.py`` sums the loss and the metrics of all passes of one optimizer
-step. ``decoding.py`` generates token by token.
+step. ``decoding.py`` generates token by token. ``expert_files.py`` names experts as a model's files do, for syncs.
 """

@@ -5,7 +5,7 @@ what vLLM loads adapters from. Neither touches a disk: the files are in ``/dev/s
 """
 
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlflow.engines.base import EngineSpec
-from rlflow.engines.buckets import Bucket, TensorEntry, build_buckets
+from rlflow.engines.buckets import LARGEST_BYTES, Bucket, TensorEntry, build_buckets, join_parts
 from rlflow.engines.causal_lm.adapters import (
     add_adapters,
     is_adapter,
@@ -23,6 +23,7 @@ from rlflow.engines.causal_lm.adapters import (
     trained_weights,
     transfer_name,
 )
+from rlflow.engines.causal_lm.expert_files import names_in_files, split_experts
 from rlflow.engines.vision.base import find_family
 from rlflow.errors import EngineError
 from rlflow.resources.models.lora import Lora
@@ -43,6 +44,8 @@ class ExpectedWeights:
     shapes: dict[str, tuple[int, ...]]
     required: frozenset[str]
     """The names that it must bring: not those of tied weights, and not those of parts that stay as they are."""
+    experts: "Mapping[str, Mapping[str, Tensor]]"
+    """By weight, the parts of it that may come in its place: views of the experts, by their names in files."""
 
     @classmethod
     def of(cls, config: Any, spec: EngineSpec) -> "ExpectedWeights":
@@ -62,10 +65,17 @@ class ExpectedWeights:
     @classmethod
     def of_model(cls, model: "PreTrainedModel", spec: EngineSpec) -> "ExpectedWeights":
         """Return the weights of a model, which needs no data."""
+        import torch
+
         state = trained_weights(model.state_dict(), spec.lora)
         required = synced_weights(model, dict(model.named_parameters()), spec)
         shapes = {transfer_name(name): tuple(tensor.shape) for name, tensor in state.items()}
-        return cls(shapes, frozenset(map(transfer_name, required)))
+        itemsize, experts = getattr(torch, spec.model.dtype).itemsize, {}
+        for name, tensor in state.items():
+            is_large = tensor.numel() * itemsize > LARGEST_BYTES
+            if is_large and (names := names_in_files(model, name, tensor)):
+                experts[name] = dict(split_experts(names, 0, tensor))
+        return cls(shapes, frozenset(map(transfer_name, required)), experts)
 
     @property
     def adapted_layers(self) -> list[str]:
@@ -73,10 +83,16 @@ class ExpectedWeights:
         return sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in self.shapes if is_adapter(name)})
 
     def check(self, role: str, weights: "Iterable[tuple[str, Tensor]]") -> "Iterator[tuple[str, Tensor]]":
-        """Yield the same weights; raise EngineError at one that does not fit, or at the end if some are missing."""
-        missing = set(self.required)
-        for name, tensor in weights:
-            if self.shapes.get(name) != tuple(tensor.shape):
+        """Yield the weights, joined; raise EngineError at one that does not fit, or at the end if some are missing."""
+        missing, shapes = set(self.required), self.shapes.copy()
+        layers = {expert: layer for layer, experts in self.experts.items() for expert in experts}
+        for name, tensor in join_parts(weights):
+            if (layer := layers.get(name)) in missing:
+                # The first of its experts has come, and all must.
+                missing.remove(layer)
+                missing |= self.experts[layer].keys()
+                shapes |= {expert: tuple(view.shape) for expert, view in self.experts[layer].items()}
+            if shapes.get(name) != tuple(tensor.shape):
                 raise EngineError(f"role {role}: the weight '{name}' does not fit the model.")
             missing.discard(name)
             yield name, tensor

@@ -1,11 +1,16 @@
 """The values of weights that torch shards: this rank's part of them, and all of them."""
 
+from collections.abc import Iterator
+from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any
+
+from rlflow.system.compat.torch import shard_range
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
 
@@ -33,6 +38,51 @@ def full_values(weight: "Tensor", dtype: "torch.dtype") -> "Tensor":
 
     values = weight.detach().to(dtype)
     return values.full_tensor() if isinstance(values, DTensor) else values
+
+
+def row_slices(weight: "Tensor", dtype: "torch.dtype", max_bytes: int) -> "Iterator[tuple[int, Tensor]]":
+    """Yield all rows of a weight in order and in ``dtype``, at most ``max_bytes`` at a time, after the first's number.
+
+    A rank sends its rows to the other ranks of its replica, which all iterate at the same time.
+    """
+    import torch
+    from torch.distributed import broadcast
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(weight, DTensor)
+    mesh, placements, values = weight.device_mesh, weight.placements, local_values(weight.detach())
+    here = mesh.get_coordinate()
+    assert here is not None
+    columns = [dim for dim, place in enumerate(placements) if place.is_shard(1)]
+    rows = [dim for dim, place in enumerate(placements) if not place.is_replicate() and dim not in columns]
+    most = max(1, max_bytes // (prod(weight.shape[1:]) * dtype.itemsize))
+    shards = []
+    for owner in product(*(range(mesh.size(dim)) if dim in rows else [here[dim]] for dim in range(mesh.ndim))):
+        (count, *_), (start, *_) = shard_range(weight, placements, owner)
+        shards.append((start, count, owner))
+    for start, count, owner in sorted(shards):
+        for first in range(0, count, most):
+            size = min(most, count - first)
+            if owner == tuple(here):
+                part = values[first : first + size].to(dtype)
+            else:
+                part = torch.empty(size, *values.shape[1:], dtype=dtype, device=values.device)
+            # Along one dimension of the mesh after the other, among the ranks next to those that have the rows.
+            for dim in rows:
+                if all(owner[later] == here[later] for later in rows if later > dim):
+                    broadcast(part, group=mesh.get_group(dim), group_src=owner[dim])
+            for dim in columns:
+                part = _join_columns(part, mesh.get_group(dim))
+            yield start + first, part
+
+
+def _join_columns(part: "Tensor", group: "ProcessGroup") -> "Tensor":
+    import torch
+    from torch.distributed import all_gather, get_world_size
+
+    parts = [torch.empty_like(part) for _ in range(get_world_size(group))]
+    all_gather(parts, part.contiguous(), group=group)
+    return torch.cat(parts, dim=1)
 
 
 def cut_weight(module: Any, name: str, mesh: "DeviceMesh", dim: int) -> None:

@@ -8,6 +8,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from rlflow.engines.base import GpuTransport, Trains
+from rlflow.engines.buckets import join_parts
 from rlflow.engines.memory import without_expandable_segments
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ class WeightSource:
         self._metadata: list[Any] = []
 
     def __iter__(self) -> "Iterator[tuple[str, Tensor]]":
-        return self._engine.weights()
+        return join_parts(self._engine.weights())
 
     def metadata(self) -> list[Any]:
         """Return name, type and shape of each weight in vLLM's form. They never change."""

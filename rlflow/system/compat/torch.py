@@ -70,8 +70,15 @@ def computing_with(module: Any, weights: Mapping[str, Any]) -> Iterator[None]:
         module._parameters.update(before)
 
 
-def shard_range(weight: Any, placements: Sequence[Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shape of this rank's shard of a DTensor that is placed so, and where it begins in each dimension."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+def shard_range(
+    weight: Any, placements: Sequence[Any], coordinate: Sequence[int] | None = None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shape of a shard of a DTensor that is placed so, and where it begins in each dimension.
 
-    return compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, placements)
+    The shard is that of the rank at a ``coordinate`` of the mesh, by default this rank's.
+    """
+    from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+
+    mesh = weight.device_mesh
+    place = list(mesh.get_coordinate() if coordinate is None else coordinate)
+    return _compute_local_shape_and_global_offset(weight.shape, mesh.shape, place, placements)

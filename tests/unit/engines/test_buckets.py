@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from rlflow.engines.buckets import build_buckets
+from rlflow.engines.buckets import build_buckets, join_parts, part_name
 
 WEIGHTS = {
     "embedding": torch.arange(12, dtype=torch.float32).reshape(3, 4),
@@ -47,3 +47,12 @@ def test_ranks_that_only_gather_have_the_same_buckets_without_data() -> None:
     full, empty = (list(build_buckets(WEIGHTS.items(), 130, copy_data=copy)) for copy in (True, False))
     assert [bucket.entries for bucket in empty] == [bucket.entries for bucket in full]
     assert all(len(bucket.data) == 0 for bucket in empty)
+
+
+def test_parts_of_a_weight_are_joined() -> None:
+    whole = torch.arange(10.0).view(5, 2)
+    names = [part_name("large", is_last=is_last) for is_last in (False, False, True)]
+    parts = [*zip(names, whole.split(2), strict=True), ("small", torch.ones(1))]
+    joined = dict(join_parts(iter(parts)))
+    assert list(joined) == ["large", "small"]
+    assert torch.equal(joined["large"], whole)
