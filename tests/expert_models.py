@@ -13,7 +13,6 @@ from tests.helpers import MODEL
 
 NUM_EXPERTS, NUM_CHOSEN = 8, 2
 SHARED = {
-    "vocab_size": 13,
     "hidden_size": 32,
     "intermediate_size": 32,
     "moe_intermediate_size": 16,
@@ -32,25 +31,30 @@ LATENT = {
 }
 
 
-def config(name: str, head_dim: int = 16) -> Any:
+def config(name: str, head_dim: int = 16, vocab_size: int = 13) -> Any:
     import transformers
 
+    shared = SHARED | {"vocab_size": vocab_size}
     if name == "qwen3_moe":
-        return transformers.Qwen3MoeConfig(**SHARED, head_dim=head_dim, num_experts=NUM_EXPERTS, norm_topk_prob=True)
+        return transformers.Qwen3MoeConfig(**shared, head_dim=head_dim, num_experts=NUM_EXPERTS, norm_topk_prob=True)
     if name == "mixtral":
-        return transformers.MixtralConfig(**SHARED, num_local_experts=NUM_EXPERTS)
-    return transformers.DeepseekV3Config(**(SHARED | LATENT))
+        return transformers.MixtralConfig(**shared, num_local_experts=NUM_EXPERTS)
+    return transformers.DeepseekV3Config(**(shared | LATENT))
 
 
-def save_model(folder: Path, name: str, head_dim: int = 16) -> Model:
-    """Write a model to a folder. vLLM on CPUs has no kernels for the small ``head_dim``."""
+def save_model(folder: Path, name: str, head_dim: int = 16, tokens: Model = MODEL) -> Model:
+    """Write a model to a folder, with the vocabulary of ``tokens``.
+
+    vLLM on CPUs has no kernels for the small ``head_dim``.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
+    assert tokens.architecture is not None
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(config(name, head_dim)).save_pretrained(folder)
-    new_tokenizer(MODEL).save_pretrained(folder)
+        AutoModelForCausalLM.from_config(config(name, head_dim, tokens.architecture.vocab_size)).save_pretrained(folder)
+    new_tokenizer(tokens).save_pretrained(folder)
     return Model(path=str(folder), dtype="float32")
 
 

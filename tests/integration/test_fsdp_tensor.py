@@ -10,7 +10,8 @@ import torch
 
 from rlflow.engines.base import EngineSpec
 from rlflow.errors import EngineError, RecipeError
-from tests.expert_models import config
+from rlflow.recipe import Model
+from tests.expert_models import save_model
 from tests.helpers import ARCHITECTURE, CHARACTERS, MODEL
 from tests.integration.engine_process import EngineProcess, all_of, free_address, processes
 from tests.integration.test_deepspeed import GIVEN, LOSS, of_path, policy_minibatch
@@ -32,20 +33,9 @@ def wide(ranks: int = 2, tensor: int = 2, **layout: Any) -> EngineSpec:
 
 
 @pytest.fixture(scope="module")
-def sparse(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def sparse(tmp_path_factory: pytest.TempPathFactory) -> Model:
     """Return a model with experts in a folder."""
-    from transformers import AutoModelForCausalLM
-
-    from rlflow.engines.causal_lm.new_tokenizers import new_tokenizer
-
-    folder: Path = tmp_path_factory.mktemp("qwen3_moe")
-    figures = config("qwen3_moe")
-    figures.vocab_size = 14
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(figures).save_pretrained(folder)
-    new_tokenizer(EVEN).save_pretrained(folder)
-    return of_path(folder)
+    return save_model(tmp_path_factory.mktemp("qwen3_moe"), "qwen3_moe", tokens=EVEN)
 
 
 @pytest.mark.parametrize(

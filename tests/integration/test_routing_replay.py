@@ -13,6 +13,7 @@ from tests.expert_models import random_routing, save_model
 from tests.integration.engine_process import EngineProcess
 from tests.integration.test_deepspeed import LOSS, Ranks, build_deepspeed, policy_minibatch
 from tests.integration.test_fsdp import actor, build_fsdp, plain, shares
+from tests.integration.test_fsdp_tensor import EVEN, wide
 
 SHARED_PROCESSES = "DeepSpeed"
 pytestmark = pytest.mark.slow
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return save_model(tmp_path_factory.mktemp("qwen3_moe"), "qwen3_moe")
+    return save_model(tmp_path_factory.mktemp("qwen3_moe"), "qwen3_moe", tokens=EVEN)
 
 
 def with_layout(of: EngineSpec, **layout: Any) -> EngineSpec:
@@ -33,8 +34,9 @@ def with_layout(of: EngineSpec, **layout: Any) -> EngineSpec:
         (build_deepspeed, with_layout(actor(), num_replicas=None)),
         (build_fsdp, with_layout(actor(gradient_checkpointing=True, reduces_once=True), expert_parallel_size=2)),
         (build_fsdp, with_layout(actor(sequence=2), expert_parallel_size=2)),
+        (build_fsdp, wide(gradient_checkpointing=True, expert_parallel_size=2)),
     ],
-    ids=["deepspeed", "experts", "ulysses"],
+    ids=["deepspeed", "experts", "ulysses", "tensor"],
 )
 def test_ranks_train_as_one_does(
     two: Sequence[EngineProcess], address: str, model: Model, build: Callable[..., int], of: EngineSpec
@@ -47,7 +49,7 @@ def test_ranks_train_as_one_does(
         batch = replace(batch, routing=random_routing(batch, num_layers=2, seed=step))
         parts = shares(of, batch)
         scores = [part.values.values for part in ranks.logprobs(parts, [1.0] * len(parts))]
-        whole = np.concatenate(scores[:: of.layout.sequence_parallel_size])
+        whole = np.concatenate(scores[:: of.layout.ranks_per_share])
         assert whole == pytest.approx(expected.logprobs(batch, 1.0).values.values, abs=1e-5)
         assert whole != pytest.approx(own_choice.logprobs(batch, 1.0).values.values, abs=1e-2)
         metrics = ranks.update(parts, [LOSS] * len(parts))[0].values
