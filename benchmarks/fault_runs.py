@@ -91,6 +91,12 @@ class Size:
     steps: int
     num_prompts: int
     group_size: int
+    engine: str = "torch"
+    """The engine that trains: ``torch`` in one process, or ``fsdp`` in two."""
+
+    def ranks(self, role: str) -> int:
+        """Return how many processes a role has."""
+        return 2 if role == "rollout" or (role, self.engine) == ("actor", "fsdp") else 1
 
 
 SMALL, LONG, WIDE = Size(8, 4, 4), Size(16, 4, 4), Size(3, 64, 8)
@@ -108,8 +114,9 @@ def plan_of(folder: Path, size: Size) -> Plan:
         max_tokens=6,
     )
     recipe = recipe_of(probe)
-    recipe["roles"]["actor"] |= {"gpus": 1, "optimizer": {"learning_rate": 1e-2}}
-    recipe["roles"]["rollout"] = {"engine": "fake", "gpus": 2}
+    trained = {"engine": size.engine, "gpus": size.ranks("actor"), "optimizer": {"learning_rate": 1e-2}}
+    recipe["roles"]["actor"] |= trained
+    recipe["roles"]["rollout"] = {"engine": "fake", "gpus": size.ranks("rollout")}
     recipe["roles"]["reference"] = {"engine": "fake", "gpus": 1}
     recipe["graph"]["rewards"]["function"] = "benchmarks.scripted_engine:mean_digit"
     recipe["graph"]["advantages"] = {"node": "benchmarks.fault_injection:FaultyAdvantage"}

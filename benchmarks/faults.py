@@ -1,11 +1,13 @@
-"""Inject faults into runs on simulated hosts: ``python -m benchmarks.faults [--quick] [--faults N] [--json FILE]``.
+"""Inject faults into runs on simulated hosts.
 
-A run trains a tiny model with torch on Ray, with two hosts, two engines, a reference and a reward. Several faults
-happen to it, drawn from a seed: SIGKILL of a worker, an engine, a host, the driver or Ray's control service; SIGSTOP; a
-call that is 20 times as slow, raises, is delayed or never ends; a result that is lost, doubled or corrupted; a full
-disk; no memory. A run that a fault ends is resumed, until it is finished. It must then have the weights, metrics and
-samples of an undisturbed run, and leave no processes and no other files. A fault that ends it must do so with an error
-of rlflow.
+``python -m benchmarks.faults [--quick] [--faults N] [--engine torch|fsdp] [--json FILE]``
+
+A run trains a tiny model on Ray, with ``torch`` in one process or with ``fsdp`` in two, with two hosts, two engines, a
+reference and a reward. Several faults happen to it, drawn from a seed: SIGKILL of a worker, an engine, a host, the
+driver or Ray's control service; SIGSTOP; a call that is 20 times as slow, raises, is delayed or never ends; a result
+that is lost, doubled or corrupted; a full disk; no memory. A run that a fault ends is resumed, until it is finished. It
+must then have the weights, metrics and samples of an undisturbed run, and leave no processes and no other files. A
+fault that ends it must do so with an error of rlflow.
 
 ``--dropped N`` adds N runs of three steps of 512 rollouts, in which one of two engines forgets one in 256 requests.
 
@@ -18,7 +20,7 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count, islice
 from multiprocessing import get_context
 from pathlib import Path
@@ -29,7 +31,7 @@ from rich.table import Table
 
 from benchmarks.fault_hosts import stop_shared_hosts
 from benchmarks.fault_injection import Fault
-from benchmarks.fault_runs import LONG, SHORT_SILENCE_S, SMALL, WIDE, Outcome, Trial, plan_of, undisturbed
+from benchmarks.fault_runs import LONG, SHORT_SILENCE_S, SMALL, WIDE, Outcome, Size, Trial, plan_of, undisturbed
 from benchmarks.reporting import Goal, finish
 from rlflow.compiler.plan import Plan
 from rlflow.runtime.ray.waits import SILENCE_S
@@ -95,10 +97,10 @@ _PROBLEMS = ("hangs", "untyped", "lost", "doubled", "different_weights", "metric
 
 def plans(folder: Path) -> Iterator[Plan]:
     """Yield the plans of the runs' sizes."""
-    yield from (plan_of(folder, size) for size in (SMALL, LONG, WIDE))
+    yield from (plan_of(folder, size) for size in (SMALL, LONG, WIDE, replace(SMALL, engine="fsdp")))
 
 
-def faults_of(seed: int) -> tuple[list[Fault], bool]:
+def faults_of(seed: int, size: Size) -> tuple[list[Fault], bool]:
     """Draw the faults of one run, and whether it has rlflow's own time limits."""
     draw = random.Random(seed)
     usual = seed % _USUAL_LIMITS == _USUAL_LIMITS - 1
@@ -112,31 +114,33 @@ def faults_of(seed: int) -> tuple[list[Fault], bool]:
         if usual and number == 0:
             kind = "stop"
         stage, role = draw.choice({**_KINDS, **_KINDS_WITH_RAY}[kind])
-        rank = draw.randrange(2) if role == "rollout" else 0
+        rank = draw.randrange(2) if size.ranks(role) == 2 else 0
         faults.append(Fault(number=number, kind=kind, stage=stage, role=role, rank=rank, skip=draw.randrange(2)))
     return faults, usual
 
 
-def quick_faults() -> list[Fault]:
+def quick_faults(size: Size) -> list[Fault]:
     """Return faults of one run in the order of its stages. The run survives all but the last."""
     return [
-        Fault(number=number, kind=kind, stage=stage, role=role, rank=number % 2 if role == "rollout" else 0)
+        Fault(number=number, kind=kind, stage=stage, role=role, rank=number % size.ranks(role))
         for number, (kind, stage, role) in enumerate(_QUICK)
     ]
 
 
-def run_quick(folder: Path) -> Iterator[Outcome]:
+def run_quick(folder: Path, engine: str) -> Iterator[Outcome]:
     """Yield the outcome of one run with a few faults."""
-    expected = undisturbed(folder, LONG)
-    outcome = Trial(folder / "quick", expected, quick_faults(), usual_limits=False, size=LONG).run()
+    size = replace(LONG, engine=engine)
+    expected = undisturbed(folder, size)
+    outcome = Trial(folder / "quick", expected, quick_faults(size), usual_limits=False, size=size).run()
     stop_shared_hosts()
     print(outcome.describe(), flush=True)
     yield outcome
 
 
-def run_trials(folder: Path, wanted: int) -> Iterator[Outcome]:
+def run_trials(folder: Path, wanted: int, engine: str) -> Iterator[Outcome]:
     """Yield the outcomes of runs until ``wanted`` faults have happened."""
-    expected = undisturbed(folder)
+    size = replace(SMALL, engine=engine)
+    expected = undisturbed(folder, size)
     stop_shared_hosts()
     happened = 0
     with ProcessPoolExecutor(_LANES, get_context("fork")) as lanes:
@@ -144,7 +148,7 @@ def run_trials(folder: Path, wanted: int) -> Iterator[Outcome]:
         while happened < wanted:
             number = min(_LANES * 4, -(-(wanted - happened) // _FAULTS_PER_RUN))
             trials = [
-                lanes.submit(Trial(folder / f"run-{seed}", expected, *faults_of(seed)).run)
+                lanes.submit(Trial(folder / f"run-{seed}", expected, *faults_of(seed, size), size).run)
                 for seed in islice(seeds, number)
             ]
             for done in as_completed(trials):
@@ -246,12 +250,15 @@ def main() -> int:
     parser.add_argument(
         "--dropped", type=int, default=0, help="runs in each step of which one of 512 rollouts is forgotten"
     )
+    parser.add_argument("--engine", choices=("torch", "fsdp"), default="torch", help="the engine that trains")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     import_libraries()
     with TemporaryDirectory(prefix="rlflow-faults-") as temporary:
         folder = Path(temporary)
-        outcomes = list(run_quick(folder) if options.quick else run_trials(folder, options.faults))
+        outcomes = list(
+            run_quick(folder, options.engine) if options.quick else run_trials(folder, options.faults, options.engine)
+        )
         forgetful = list(run_forgetful(folder, options.dropped)) if options.dropped else []
     Console().print(table_of(outcomes))
     figures, goals = figures_of(outcomes, len(_QUICK) if options.quick else options.faults)
