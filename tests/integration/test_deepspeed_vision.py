@@ -11,6 +11,7 @@ from rlflow.engines.base import EngineSpec
 from rlflow.nodes.policy_loss import LikelihoodLoss
 from rlflow.recipe import Optimizer
 from rlflow.resources.layout import Layout
+from rlflow.resources.models.lora import Lora
 from rlflow.resources.models.vision import TrainedParts
 from tests.helpers import minibatch
 from tests.integration.engine_process import EngineProcess
@@ -22,9 +23,10 @@ SHARED_PROCESSES = "DeepSpeed"
 pytestmark = pytest.mark.slow
 # The rows of the prompt without images.
 TEXT = np.arange(3, 6)
+LORA = Lora(rank=4)
 
 
-def actor(kind: str, stage: int, train: TrainedParts, sequence_parallel_size: int = 1) -> EngineSpec:
+def actor(kind: str, stage: int, train: TrainedParts, sequence_parallel_size: int, lora: Lora | None) -> EngineSpec:
     layout = Layout(
         micro_batch_tokens=2**20,
         zero_stage=stage,
@@ -32,20 +34,22 @@ def actor(kind: str, stage: int, train: TrainedParts, sequence_parallel_size: in
         sequence_parallel_size=sequence_parallel_size,
     )
     optimizer = Optimizer(learning_rate=1e-2)
-    return replace(vision_spec(kind, "Trains", "Scores"), layout=layout, train=train, optimizer=optimizer)
+    return replace(vision_spec(kind, "Trains", "Scores"), layout=layout, train=train, lora=lora, optimizer=optimizer)
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    ("build", "kind", "stage", "train", "ulysses"),
+    ("build", "kind", "stage", "train", "ulysses", "lora"),
     [
-        (build_deepspeed, "idefics3", 2, "all", 1),
-        (build_deepspeed, "qwen3_vl", 3, "all", 1),
-        (build_deepspeed, "internvl", 3, "language", 1),
-        (build_torch, "qwen3_vl", 0, "all", 2),
-        (build_deepspeed, "qwen2_5_vl", 3, "all", 2),
-        (build_fsdp, "qwen3_vl", 3, "language", 1),
-        (build_fsdp, "internvl", 3, "language", 2),
+        (build_deepspeed, "idefics3", 2, "all", 1, None),
+        (build_deepspeed, "qwen3_vl", 3, "all", 1, None),
+        (build_deepspeed, "internvl", 3, "language", 1, None),
+        (build_torch, "qwen3_vl", 0, "all", 2, None),
+        (build_deepspeed, "qwen2_5_vl", 3, "all", 2, None),
+        (build_fsdp, "qwen3_vl", 3, "language", 1, None),
+        (build_fsdp, "internvl", 3, "language", 2, None),
+        (build_fsdp, "internvl", 3, "language", 1, LORA),
+        (build_fsdp, "qwen2_5_vl", 3, "language", 1, LORA),
     ],
 )
 def test_two_ranks_train_as_one(
@@ -56,9 +60,10 @@ def test_two_ranks_train_as_one(
     stage: int,
     train: TrainedParts,
     ulysses: int,
+    lora: Lora | None,
 ) -> None:
-    """Without sequence parallelism, the second rank has text alone."""
-    of, sequences = actor(kind, stage, train, ulysses), build_case(kind).sequences
+    """Without sequence parallelism, the second rank has text alone. Towers have layers named like adapted ones."""
+    of, sequences = actor(kind, stage, train, ulysses, lora), build_case(kind).sequences
     ours, expected = Ranks(two, of, address, True, build), plain(True, of=replace(of, layout=vision_spec(kind).layout))
     images = np.setdiff1d(np.arange(len(sequences)), TEXT)
     shares: list[Any] = [np.arange(len(sequences))] * 2 if ulysses == 2 else [images, TEXT]

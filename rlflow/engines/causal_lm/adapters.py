@@ -79,13 +79,14 @@ def _target_modules(model: "PreTrainedModel", spec: EngineSpec) -> list[str]:
     return list(spec.lora.target_modules)
 
 
-def base_names(model: "PreTrainedModel", spec: EngineSpec) -> dict[str, str]:
-    """Return how weights of a checkpoint are named in a model with adapters: parts of names by regular expressions.
-
-    A file with experts one by one has a number before the names of their layers, which have no adapters.
-    """
-    targets = _target_modules(model, spec) if spec.lora else []
-    return {rf"(?<!\d)\.{name}\.": f".{name}{_BASE_LAYER}" for name in targets}
+def base_names(model: "PreTrainedModel") -> dict[str, str]:
+    """Return the names of the weights beside adapters, by those that they have in files of the model or its decoder."""
+    names = {}
+    for name, _ in model.named_parameters():
+        bare = name.replace(_BASE_LAYER, ".")
+        if bare != name:
+            names |= dict.fromkeys((bare, bare.removeprefix(f"{model.base_model_prefix}.")), name)
+    return names
 
 
 def excluded_modules(model: "PreTrainedModel") -> str | None:

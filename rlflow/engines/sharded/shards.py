@@ -55,7 +55,7 @@ class MeshShards:
 
     def loading(self) -> AbstractContextManager[dict[str, Any]]:
         """Make ``from_pretrained`` cut a model before it reads the weights; yields arguments for it."""
-        return cut_when_loaded(self.cut, lambda model: base_names(model, self._spec))
+        return cut_when_loaded(self.cut, base_names)
 
     def fill(self, model: Any, missing: Collection[str]) -> Collection[str]:
         """Give new weights their values, as far as a checkpoint lacks them; return their names."""

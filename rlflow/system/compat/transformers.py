@@ -33,28 +33,43 @@ def cut_when_loaded(cut: Callable[[Any], None], rename: Callable[[Any], dict[str
     """Make ``from_pretrained``, with the arguments that this yields, call ``cut`` on a model before it reads weights.
 
     Of a weight that is a DTensor then, each rank reads its shard. transformers itself knows meshes of its own alone.
-    ``rename`` returns what the names in a file become, from the model before it is cut.
+    ``rename`` returns what names in a file become, from the model after it is cut.
     """
     from transformers import modeling_utils
+    from transformers.core_model_loading import WeightRenaming
     from transformers.distributed import DistributedConfig
     from transformers.distributed.mixin import DistributedMixin
+
+    class Renaming(WeightRenaming):
+        """A renaming by a table, which transformers does not undo in files that it writes."""
+
+        def __init__(self, names: dict[str, str]) -> None:
+            super().__init__("^$", "^$")
+            self.names = names
+
+        def rename_source_key(self, source_key: str) -> tuple[str, None]:
+            return self.names.get(source_key, source_key), None
+
+    conversions: list[Any] = []
 
     def prepare(config: Any, device_map: Any = None) -> tuple[Any, Any, None]:
         return config, device_map, None
 
+    def convert(*arguments: Any, **options: Any) -> list[Any]:
+        conversions[:] = find_conversions(*arguments, **options)
+        return conversions
+
     def distribute(model: Any, config: Any, mesh_manager: None) -> Any:
         del model.config.distributed_config
         cut(model)
+        conversions.append(Renaming(rename(model)))
         return model
 
-    def conversions(model: Any, key_mapping: Any, *arguments: Any, **options: Any) -> Any:
-        return convert(model, rename(model) or key_mapping, *arguments, **options)
-
-    convert = modeling_utils.get_model_conversion_mapping
+    find_conversions = modeling_utils.get_model_conversion_mapping
     replaced = [
         (DistributedMixin, "prepare_distribute_model", staticmethod(prepare)),
         (DistributedMixin, "maybe_distribute_model", staticmethod(distribute)),
-        (modeling_utils, "get_model_conversion_mapping", conversions),
+        (modeling_utils, "get_model_conversion_mapping", convert),
     ]
     before = [vars(owner)[name] for owner, name, _ in replaced]
     for owner, name, function in replaced:
