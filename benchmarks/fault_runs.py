@@ -299,7 +299,7 @@ class Trial:
             return None
         notes = [line.split(" ", 1) for line in file.read_text().splitlines()]
         seconds = [float(at) - fault.at for at, name in notes if name.startswith(victim)]
-        return min((each for each in seconds if each >= 0), default=None)
+        return min((after for after in seconds if after >= 0), default=None)
 
 
 def undisturbed(folder: Path, size: Size = SMALL) -> Undisturbed:
@@ -308,36 +308,37 @@ def undisturbed(folder: Path, size: Size = SMALL) -> Undisturbed:
     outcome = trial.run()
     assert not outcome.problems, outcome.remarks
     expected = Undisturbed(trial.folder, size, names(trial.folder))
-    weights = [(each / "actor" / "weights-00000-00000.safetensors").read_bytes() for each in checkpoints(trial.folder)]
+    files = [step / "actor" / "weights-00000-00000.safetensors" for step in checkpoints(trial.folder)]
+    weights = [file.read_bytes() for file in files]
     assert len(set(weights)) == len(weights) > 1, "steps do not change the model"
     return expected
 
 
 def differences(folder: Path, expected: Undisturbed, remarks: list[str]) -> Counter[str]:
     """Return how often a finished run differs from the undisturbed one."""
-    found: Counter[str] = Counter()
+    problems: Counter[str] = Counter()
     for name in ("metrics.jsonl", "samples.jsonl"):
-        ours, theirs = (_lines(each / name) for each in (folder, expected.folder))
+        ours, theirs = (_lines(run / name) for run in (folder, expected.folder))
         numbers = Counter(key for key, _ in ours)
-        found["doubled"] += sum(numbers.values()) - len(numbers)
-        found["lost"] += len({key for key, _ in theirs} - numbers.keys())
-        found["metrics_differ"] += dict(ours) != dict(theirs)
+        problems["doubled"] += sum(numbers.values()) - len(numbers)
+        problems["lost"] += len({key for key, _ in theirs} - numbers.keys())
+        problems["metrics_differ"] += dict(ours) != dict(theirs)
     final = f"checkpoints/step-{expected.size.steps:06d}/actor"
-    same = all(contents(folder / each) == contents(expected.folder / each) for each in (final, "model/actor"))
-    found["different_weights"] += not same
+    same = all(contents(folder / part) == contents(expected.folder / part) for part in (final, "model/actor"))
+    problems["different_weights"] += not same
     left = {name for name in names(folder) - expected.names if not name.startswith(_SOMETIMES_WRITTEN)} - {"skipped"}
     if left:
-        found["leftovers"] += 1
+        problems["leftovers"] += 1
         remarks.append(f"leaves {', '.join(sorted(left))}")
-    return +found
+    return +problems
 
 
 def _lines(file: Path) -> list[tuple[tuple[Any, ...], Mapping[str, Any]]]:
     """Return the lines by step and kind, without times and without figures that faults change."""
-    found: list[tuple[tuple[Any, ...], Mapping[str, Any]]] = []
+    lines: list[tuple[tuple[Any, ...], Mapping[str, Any]]] = []
     for line in map(json.loads, file.read_text("utf-8").splitlines()):
         kind = line.get("choice", "step" if "tokens" in line else "evaluation")
         values = {key: value for key, value in line.items() if "second" not in key}
         values = {key: value for key, value in values.items() if not key.startswith(_METRICS_OF_FAULTS)}
-        found.append(((line["step"], kind), values))
-    return found
+        lines.append(((line["step"], kind), values))
+    return lines

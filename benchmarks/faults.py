@@ -196,10 +196,10 @@ def table_of(outcomes: Sequence[Outcome]) -> Table:
     columns = sorted({how for kind in kinds.values() for how in kind.ends})
     table = Table("kind", "number", *columns, "slowest detection")
     for name in (*_KINDS, *_KINDS_WITH_RAY):
-        found = kinds[name]
-        slowest = f"{max(found.detections):.1f} s" if found.detections else ""
-        numbers = [str(found.ends[how] or "") for how in columns]
-        table.add_row(name, str(found.ends.total()), *numbers, slowest)
+        kind = kinds[name]
+        slowest = f"{max(kind.detections):.1f} s" if kind.detections else ""
+        numbers = [str(kind.ends[how] or "") for how in columns]
+        table.add_row(name, str(kind.ends.total()), *numbers, slowest)
     return table
 
 
@@ -225,7 +225,7 @@ def figures_of(outcomes: Sequence[Outcome], wanted: int) -> tuple[dict[str, floa
         "slowest_detection_s": seconds({**_KINDS, **_KINDS_WITH_RAY}),
     }
     # Kinds of faults that did not happen have no figure.
-    figures |= {name: max(each) for name, each in detections.items() if each}
+    figures |= {name: max(times) for name, times in detections.items() if times}
     goals = {name: Goal("exactly 0", total[name] == 0) for name in _PROBLEMS}
     limits = {
         "slowest_crash_s": 1.0,
@@ -256,9 +256,9 @@ def main() -> int:
     import_libraries()
     with TemporaryDirectory(prefix="rlflow-faults-") as temporary:
         folder = Path(temporary)
-        outcomes = list(
-            run_quick(folder, options.engine) if options.quick else run_trials(folder, options.faults, options.engine)
-        )
+        engine = options.engine
+        trials = run_quick(folder, engine) if options.quick else run_trials(folder, options.faults, engine)
+        outcomes = list(trials)
         forgetful = list(run_forgetful(folder, options.dropped)) if options.dropped else []
     Console().print(table_of(outcomes))
     figures, goals = figures_of(outcomes, len(_QUICK) if options.quick else options.faults)

@@ -50,7 +50,7 @@ from rlflow.resources.memory.phases import update_terms
 from rlflow.resources.models.architecture import Architecture
 from rlflow.schema import parse
 
-_UNSEEN = {"nccl", "context", "fragmentation"}
+UNSEEN = {"nccl", "context", "fragmentation"}
 PHASES = ("forward", "loss", "layers", "root", "optimizer")
 """``loss`` is backward before the last layer, ``layers`` that of the layers with a tied embedding's gradient, ``root``
 what is left of it."""
@@ -181,8 +181,8 @@ def build(config: Config) -> Any:
     """Build the model in float32, before sharding."""
     figures = written(config.model)
     rope = {"rope_type": "default", "rope_theta": figures.pop("rope_theta")}
-    given = Qwen2Config(**figures, rope_parameters=rope, use_cache=False)
-    model = Qwen2ForCausalLM._from_config(given, dtype=torch.float32, attn_implementation=ATTENTION)
+    qwen = Qwen2Config(**figures, rope_parameters=rope, use_cache=False)
+    model = Qwen2ForCausalLM._from_config(qwen, dtype=torch.float32, attn_implementation=ATTENTION)
     if config.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model.train()
@@ -222,7 +222,7 @@ def predicted_gib(config: Config) -> float:
     terms = update_terms(
         parse(Architecture, written(config.model), config.model), layout, FSDP2, config.tokens, accumulates=False
     )
-    return sum(gib for term, gib in terms.items() if term not in _UNSEEN)
+    return sum(gib for term, gib in terms.items() if term not in UNSEEN)
 
 
 def as_json(config: Config, measured: Measured) -> str:

@@ -22,7 +22,7 @@ def differences(folder: Path) -> dict[str, float]:
     # vLLM has no attention kernel for smaller heads on CPUs.
     config = transformers.Qwen3MoeConfig(**SPARSE, head_dim=32, num_experts=8, norm_topk_prob=True)
     save_model(folder / "sampled", config)
-    found = {}
+    percentiles = {}
     for dtype in ("bfloat16", "float32"):
         spec = replace(spec_of(folder / "sampled", Layout(micro_batch_tokens=4096), dtype), routing_replay=True)
         # vLLM binds threads and environment of its process, and ends with it.
@@ -31,8 +31,8 @@ def differences(folder: Path) -> dict[str, float]:
         trained = TorchEngine(spec)
         for name, of in (("with", rollouts), ("without", replace(rollouts, routing=None))):
             scored = trained.logprobs(of, 1.0).values.values
-            found[f"{dtype} {name}"] = float(np.quantile(np.abs(scored - rollouts.logprobs.values), 0.99))
-    return found
+            percentiles[f"{dtype} {name}"] = float(np.quantile(np.abs(scored - rollouts.logprobs.values), 0.99))
+    return percentiles
 
 
 def _sample(spec: EngineSpec) -> Rollouts:

@@ -200,8 +200,8 @@ class TrainingEngine(TunableEngine, ProfiledEngine, ABC):
 
     def _limit_patches(self, sequences: Sequences) -> PatchLimit | None:
         """Return the limit of a pass on images, for models that see some."""
-        most, vision = self._spec.layout.micro_batch_patches, self._vision
-        return None if vision is None else vision.limit_patches(sequences, most)
+        limit, vision = self._spec.layout.micro_batch_patches, self._vision
+        return None if vision is None else vision.limit_patches(sequences, limit)
 
     def weights(self) -> "Iterator[tuple[str, Tensor]]":
         for name, weight in self._gather(synced_weights(self._model, self._named_weights(), self._spec)):

@@ -55,14 +55,14 @@ def row_slices(weight: "Tensor", dtype: "torch.dtype", max_bytes: int) -> "Itera
     assert here is not None
     columns = [dim for dim, place in enumerate(placements) if place.is_shard(1)]
     rows = [dim for dim, place in enumerate(placements) if not place.is_replicate() and dim not in columns]
-    most = max(1, max_bytes // (prod(weight.shape[1:]) * dtype.itemsize))
+    max_rows = max(1, max_bytes // (prod(weight.shape[1:]) * dtype.itemsize))
     shards = []
     for owner in product(*(range(mesh.size(dim)) if dim in rows else [here[dim]] for dim in range(mesh.ndim))):
         (count, *_), (start, *_) = shard_range(weight, placements, owner)
         shards.append((start, count, owner))
     for start, count, owner in sorted(shards):
-        for first in range(0, count, most):
-            size = min(most, count - first)
+        for first in range(0, count, max_rows):
+            size = min(max_rows, count - first)
             if owner == tuple(here):
                 part = values[first : first + size].to(dtype)
             else:
