@@ -178,7 +178,8 @@ class Trains(Protocol):
     def weights(self) -> "Iterator[tuple[str, Tensor]]":
         """Yield the name and value of each weight that a sync transfers; one is valid until the next is requested.
 
-        Every rank iterates over all of them. Rank 0 gets the full values, other ranks may get anything.
+        Of a large weight come experts, each under its name in the model's files, or some rows at a time
+        (``buckets.join_parts``). Every rank iterates over all of them. Rank 0 gets the full values, other ranks may get anything.
         """
 
 
