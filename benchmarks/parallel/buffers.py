@@ -46,7 +46,7 @@ class _Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _measure() -> int:
-    torch.distributed.init_process_group("fake", rank=0, world_size=_RANKS, store=FakeStore())  # type: ignore[no-untyped-call]
+    torch.distributed.init_process_group("fake", rank=0, world_size=_RANKS, store=FakeStore())
     layout = Layout(micro_batch_tokens=1, data_parallel_size=_RANKS, expert_parallel_size=8, zero_stage=3)
     spec = replace(spec_of(Path("none"), layout, "bfloat16", num_replicas=1), world_size=_RANKS)
     # The defaults are those of DeepSeek-V3. A layer without experts and one with them stand for all others.
@@ -59,4 +59,4 @@ def _measure() -> int:
     with _Largest() as largest:
         buckets = list(build_buckets(engine.weights(), copy_data=False))
     sizes = (sum(2 * prod(entry.shape) for entry in bucket.entries) for bucket in buckets)
-    return max(largest.num_bytes, *sizes)
+    return int(max(largest.num_bytes, *sizes))

@@ -11,6 +11,7 @@ from rlflow.errors import RecipeError
 from rlflow.recipe import Model, Recipe, Role
 from rlflow.resources.memory.state import TrainingMemory
 from rlflow.resources.models.architecture import Architecture, with_scalar_head
+from rlflow.resources.models.vision import trains_images
 
 WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
 """The bytes of a weight by its number type."""
@@ -20,7 +21,7 @@ def training_memory(role: Role, model: Model) -> TrainingMemory:
     """Return how the role's engine keeps weights, gradients and optimizer, for the memory model."""
     memory = engine_kind(role.engine).training_memory[model.dtype]
     if role.lora is None:
-        return replace(memory, trains_vision=role.train != "language")
+        return replace(memory, trains_vision=trains_images(role.train))
     # Frozen weights are in the model's type.
     return replace(memory, lora=role.lora, weights=WEIGHT_BYTES[model.dtype])
 

@@ -179,7 +179,8 @@ class Trains(Protocol):
         """Yield the name and value of each weight that a sync transfers; one is valid until the next is requested.
 
         Of a large weight come experts, each under its name in the model's files, or some rows at a time
-        (``buckets.join_parts``). Every rank iterates over all of them. Rank 0 gets the full values, other ranks may get anything.
+        (``buckets.join_parts``). Every rank iterates over all of them. Rank 0 gets the full values, other ranks may get
+        anything.
         """
 
 

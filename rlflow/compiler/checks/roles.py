@@ -10,7 +10,7 @@ from rlflow.errors import GraphError, RecipeError, did_you_mean
 from rlflow.nodes.base import GraphNode
 from rlflow.recipe import Recipe, Role
 from rlflow.resources.models.lora import LORA_RANKS
-from rlflow.resources.models.vision import list_parts
+from rlflow.resources.models.vision import trains_images
 
 # Language models can have adapters. Other heads are new, and would have to be trained as well.
 _LORA_CAPABILITIES = {"Trains", "Scores", "ScoresBase"}
@@ -51,10 +51,10 @@ def check_roles(recipe: Recipe, graph: Graph) -> None:
             raise GraphError(f"{path}.offload", fact, fix=f"{path}.offload=auto, or weights")
         _check_lora(recipe, graph, name, role)
         _check_routing(recipe, graph, name)
-        if role.train != "language" and (role.lora is not None or name not in graph.trained_roles()):
+        if trains_images(role.train) and (role.lora is not None or name not in graph.trained_roles()):
             why = "adapters are in the language part alone" if role.lora else "the role is never trained"
             raise GraphError(f"roles.{name}.train", why, fix="remove it")
-        if list_parts(role.train) != ("language",) and not engine_kind(role.engine).trains_vision:
+        if trains_images(role.train) and not engine_kind(role.engine).trains_vision:
             fact = f"'{role.engine}' trains the language part of a model alone"
             known = [engine for engine in engine_names() if engine_kind(engine).trains_vision]
             raise GraphError(f"roles.{name}.train", fact, fix=f"train: language, or engine: {' or '.join(known)}")

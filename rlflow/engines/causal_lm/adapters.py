@@ -81,7 +81,7 @@ def _target_modules(model: "PreTrainedModel", spec: EngineSpec) -> list[str]:
 
 def base_names(model: "PreTrainedModel") -> dict[str, str]:
     """Return the names of the weights beside adapters, by those that they have in files of the model or its decoder."""
-    names = {}
+    names: dict[str, str] = {}
     for name, _ in model.named_parameters():
         bare = name.replace(_BASE_LAYER, ".")
         if bare != name:

@@ -23,7 +23,7 @@ def names_in_files(model: Any, name: str, weight: "Tensor") -> list[str]:
     import torch
     from transformers.core_model_loading import revert_weight_conversion
 
-    # What becomes of one expert with two outputs and inputs shows what the files have.
+    # One expert with two outputs and two inputs shows how files name and cut all of them.
     probe = torch.arange(4.0).view(1, 2, 2)
     converted = revert_weight_conversion(model, {name: probe})
     pieces = probe[0].chunk(len(converted))

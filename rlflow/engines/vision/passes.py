@@ -19,7 +19,7 @@ from rlflow.engines.causal_lm.micro_batches import PatchLimit
 from rlflow.engines.causal_lm.packing import Index, Stream, rope_of_stream
 from rlflow.engines.vision.base import Ids, Pixels, VisionFamily, find_family, load_vision
 from rlflow.errors import EngineError, RecipeError
-from rlflow.resources.models.vision import list_parts
+from rlflow.resources.models.vision import list_parts, trains_images
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -161,7 +161,7 @@ def freeze_parts(model: Any, spec: EngineSpec) -> None:
     Raises RecipeError for parts that a model does not have.
     """
     family, trained = find_family(model.config.model_type), list_parts(spec.train)
-    if family is None and trained != ("language",):
+    if family is None and trains_images(spec.train):
         fact = f"models.{spec.model_name} reads text alone, and has none of the parts {', '.join(trained)}"
         raise RecipeError(f"roles.{spec.role}.train", fact, fix="remove it")
     for name, weight in model.named_parameters():
@@ -173,7 +173,7 @@ def create_vision(spec: EngineSpec, config: Any, tokenizer: "PreTrainedTokenizer
     """Return how a role's model reads images, by its configuration; None for a model that reads text alone."""
     if find_family(config.model_type) is None:
         return None
-    is_trained = "Trains" in spec.capabilities and not spec.lora and list_parts(spec.train) != ("language",)
+    is_trained = "Trains" in spec.capabilities and not spec.lora and trains_images(spec.train)
     is_sharded = spec.world_size > spec.layout.sequence_parallel_size
     return Vision(
         load_vision(spec.model_name, spec.model, tokenizer),

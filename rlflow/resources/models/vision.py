@@ -157,6 +157,11 @@ def list_parts(trained: TrainedParts) -> tuple[Part, ...]:
     return ("language",) if trained == "language" else trained
 
 
+def trains_images(trained: TrainedParts) -> bool:
+    """Return whether a part that reads images is trained."""
+    return list_parts(trained) != ("language",)
+
+
 def check_tower(tower: VisionTower, path: str) -> None:
     """Check that a tower can be built with random weights from the figures at ``path``. Raises RecipeError."""
     if tower.model_type not in _TOKENS:

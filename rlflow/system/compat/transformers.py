@@ -40,7 +40,7 @@ def cut_when_loaded(cut: Callable[[Any], None], rename: Callable[[Any], dict[str
     from transformers.distributed import DistributedConfig
     from transformers.distributed.mixin import DistributedMixin
 
-    class Renaming(WeightRenaming):
+    class Renaming(WeightRenaming):  # type: ignore[misc]
         """A renaming by a table, which transformers does not undo in files that it writes."""
 
         def __init__(self, names: dict[str, str]) -> None:

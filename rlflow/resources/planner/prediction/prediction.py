@@ -23,6 +23,9 @@ from rlflow.resources.planner.prediction.risks import plan_risks
 from rlflow.resources.planner.prediction.warnings import plan_warnings
 from rlflow.resources.time.calibration import calibration_figures
 
+# How another way to share GPUs is less safe.
+_RISKS = {Margin.EXPECTED: "tight", Margin.POSSIBLE: "likely out of memory"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
@@ -44,12 +47,12 @@ def find_alternatives(inputs: PlannerInputs, result: SearchResult, step: float) 
     times = {way: step_seconds(other, inputs) for way, other in best.items()}
     alternatives = []
     for way, other in sorted(best.items(), key=lambda entry: (entry[1].margin, times[entry[0]])):
-        slower = times[way] / step - 1 if step else 0.0
         idle = max(other.schedule.idle_share(index) for index in range(len(way)))
-        cost = "equally fast" if other.used_gpus == chosen.used_gpus else f"uses {other.used_gpus} GPUs"
-        loses = f"{slower:.0%} slower" if slower >= 0.005 else cost
+        loses = _describe_time(times[way] / step - 1 if step else 0.0)
+        if not loses:
+            loses = "equally fast" if other.used_gpus == chosen.used_gpus else f"uses {other.used_gpus} GPUs"
         loses += f", idle {idle:.0%}" if len(way) > 1 else ""
-        loses += ", tight" if other.margin > chosen.margin else ""
+        loses += f", {_RISKS[other.margin]}" if other.margin > chosen.margin else ""
         what = describe_pools(way, other.gpus)
         alternatives.append(Alternative(what=what, step_seconds=times[way], loses=loses))
     for rejected in _nearest(result.rejected):
@@ -57,6 +60,13 @@ def find_alternatives(inputs: PlannerInputs, result: SearchResult, step: float) 
             what = describe_pools(rejected.partition, rejected.gpus)
             alternatives.append(Alternative(what=what, step_seconds=None, loses=str(rejected.shortage)))
     return tuple(alternatives)
+
+
+def _describe_time(slower: float) -> str:
+    """Return how much longer or shorter a step takes; nothing where it makes no difference."""
+    if abs(slower) < 0.005:
+        return ""
+    return f"{slower:.0%} slower" if slower > 0 else f"{-slower:.0%} less time"
 
 
 def _nearest(rejected: Sequence[RejectedCandidate]) -> list[RejectedCandidate]:

@@ -9,7 +9,7 @@ import rlflow
 from rlflow.errors import RecipeError
 from rlflow.resources.models.architecture import Architecture
 from rlflow.resources.models.config import architecture_from_config
-from rlflow.resources.models.vision import VisionTower
+from rlflow.resources.models.vision import TrainedParts, VisionTower, trains_images
 from tests.unit.resources.models.test_architecture import CARDS, card, config_fields
 
 OVERRIDES = [
@@ -126,3 +126,10 @@ def test_operations_of_a_token_by_hand() -> None:
     products = 2 * (4 * (16 + 12) + 64 + 40)
     # A token has four patches, which attend to the 4 x 10 patches of its image, in 2 values, by two products.
     assert tower.token_flops(5, 10) == products + 4 * 40 * 2 * 4
+
+
+@pytest.mark.parametrize(
+    ("trained", "expected"), [("language", False), (("language",), False), ("all", True), (("language", "tower"), True)]
+)
+def test_whether_images_are_trained(trained: TrainedParts, expected: bool) -> None:
+    assert trains_images(trained) == expected
