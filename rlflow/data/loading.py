@@ -106,6 +106,8 @@ def _call_function(data: Data, split: str) -> Rows:
     function = generated_rows(data.source) or load_object(data.source, "data.source")
     try:
         return list(function(split=split, **data.options))
+    except RecipeError:
+        raise
     except Exception as error:  # a user's function may raise anything
         raise RecipeError(
             "data.source", f"'{data.source}' failed ({first_line(error)})", fix="see data.options"
