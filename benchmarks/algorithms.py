@@ -32,7 +32,7 @@ from rlflow.runtime.run import run
 ALGORITHMS = (
     *("sft", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "remax", "grpo_lora"),
     *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo", "distill", "dpo", "rm"),
-    *("online_dpo", "kto", "rlhf", "distill_top", "curriculum"),
+    *("online_dpo", "kto", "rlhf", "distill_top"),
     # GRPO in turns with an environment, on a task of a library, and with agents.
     *("calculator", "guessing", "reasoning_gym", "tools", "one_behind"),
 )

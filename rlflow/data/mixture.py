@@ -41,8 +41,15 @@ def mix(
         raise RecipeError("data.options.parts", "no part has a weight", fix="weight: 1 for a part")
     loaded = {}
     for name, part in known.items():
-        fields = {"source": part.source, "name": part.name, "options": part.options, "columns": part.columns}
-        data = Data(**fields, split=part.splits.get(split, split), batch_size=1, max_prompt_tokens=1)
+        data = Data(
+            source=part.source,
+            name=part.name,
+            split=part.splits.get(split, split),
+            options=part.options,
+            columns=part.columns,
+            batch_size=1,
+            max_prompt_tokens=1,
+        )
         try:
             loaded[name] = load_rows(data, "split")
         except RecipeError as error:

@@ -105,7 +105,7 @@ class RewardGate(Node, kind="reward_gate", unit="batch", compares_groups=True):
 
     least: Annotated[float, Ge(0), Lt(1)] = 0.5
     """The accuracy that must be exceeded: chance."""
-    groups: Count = 100
+    groups: Count = 200
     """The number of last groups with different true rewards that are counted. With fewer, nothing is decided yet."""
 
     def formula(self, symbols: Mapping[str, str]) -> Formula:
@@ -118,7 +118,7 @@ class RewardGate(Node, kind="reward_gate", unit="batch", compares_groups=True):
         error = float(np.std(state.accuracies)) / sqrt(self.groups) if state.accuracies else np.nan
         if len(state.accuracies) == self.groups and accuracy - _STANDARD_ERRORS * error <= self.least:
             share = f"{accuracy:.0%} (standard error {error:.1%}) of the pairs of responses in {self.groups} groups"
-            fact = f"they order {share} as 'truth' does, no better than {self.least:.0%}, and would mislead the policy"
+            fact = f"they order {share} as 'truth' does, which is not clearly above {self.least:.0%}"
             fix = "a reward model that is trained on pairs of this policy's responses (node preference_pairs)"
             raise RecipeError("rewards", fact, fix=fix)
         return CheckedRewards(values=rewards.values, turns=rewards.turns, accuracy=accuracy)
