@@ -35,7 +35,7 @@ def unfit(row: Row) -> str | None:
             return "an encoder of images that may be trained"
         if re.search(r"video", row.text):
             return "videos of unknown length"
-    elif "multimodal" in row.notes.lower():
+    elif "multimodal" in row.notes.lower() and "encoder frozen" not in row.notes.lower():
         return "images of which the row gives no number"
     if _QUANTISED.search(name) or _QUANTISED.search(row.source_path.lower()):
         return "quantised weights of other than four bits"
@@ -73,8 +73,10 @@ _ALIASES = {
     "llama3_1_8b": ("llama-3-8b",),
     "nemotron_3_nano_30b_a3b": ("nemotron-v3-nano-30b", "nemotron-3.5-lightning-30b-a3b"),
     "nemotron_3_super_120b_a12b": ("nemotron-v3-super-120b",),
-    "deepseek_llm_7b": ("deepseek-coder-7b",),
+    "deepseek_llm_7b": ("deepseek-coder-7b", "deepseek-prover-v2-7b"),
+    "llama2_7b": ("vicuna-7b",),
     "qwen3_30b_a3b": ("qwen3-moe-30b",),
+    "qwen3_4b": ("plano-orchestrator-4b",),
     "llama3_1_70b": ("llama-3-70b",),
     "qwen2_5_0_5b": ("qwen2-0.5b",),
     "qwen2_5_1_5b": ("qwen2-1.5b",),
@@ -100,8 +102,9 @@ def model_of(row: Row) -> Architecture | None:
     """
     words = _words(row.model) | ({"v3"} if row.model.endswith("deepseek.md") else set())
     for name, architecture in sorted(_cards().items(), key=lambda item: -len(item[0])):
-        size = row.params_b and architecture.num_parameters / 1e9 / row.params_b
-        if name <= words and (not size or 0.85 < size < 1.18):
+        decoder, encoders = architecture.num_parameters, architecture.num_encoder_parameters
+        sizes = [size / 1e9 / row.params_b for size in (decoder, decoder + encoders)] if row.params_b else [1.0]
+        if name <= words and any(0.85 < size < 1.18 for size in sizes):
             return architecture
     return None
 

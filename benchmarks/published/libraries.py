@@ -50,6 +50,8 @@ class Profile:
     """Tokens whose logits exist at a time."""
     chunk_vocabulary: int | None = None
     """Outputs whose logits exist at a time, of all tokens."""
+    sequences: int | None = None
+    """Sequences of a micro-batch by default."""
     pipeline_sequences: int | None = None
     """Sequences of a micro-batch where there are pipeline stages."""
     offloads_between_phases: bool = False
@@ -75,14 +77,21 @@ _SWIFT = Profile(
     utilization=0.9,
     engine_tensor_parallel=1,
 )
+# verl/trainer/config/model/hf_model.yaml: enable_gradient_checkpointing.
 _VERL = Profile(
-    training=replace(FSDP, logits=VERL_LOGITS), frozen_bytes=None, offloads_between_phases=True, utilization=0.5
+    training=replace(FSDP, logits=VERL_LOGITS),
+    frozen_bytes=None,
+    checkpoints=True,
+    offloads_between_phases=True,
+    utilization=0.5,
 )
 _PROFILES: tuple[tuple[str, str, Profile], ...] = (
     # NeMo-RL reduces bf16 gradients (grad_reduce_in_fp32: false), and sets ``foreach: False``, which DTensor needs.
     ("nemo-rl", "megatron", _NEMO),
     ("nemo-rl", "fsdp", replace(_NEMO, training=replace(FSDP2, logits=LOGPROB_LOGITS))),
-    ("nemo-automodel", "fsdp", replace(_TRAINER, fills=True, pipeline_sequences=1)),
+    # One pack in a micro-batch, and no checkpointing, unless a recipe says otherwise (step_scheduler.local_batch_size,
+    # FSDP2Config.activation_checkpointing).
+    ("nemo-automodel", "fsdp", replace(_TRAINER, fills=True, pipeline_sequences=1, checkpoints=False, sequences=1)),
     # The RL loss goes over the vocabulary in chunks of 8192 (trainer/models/layers/lm_head.py); torch.compile.
     ("prime-rl", "fsdp", Profile(training=FSDP, frozen_bytes=None, fills=True, chunk_vocabulary=8192)),
     ("torchtitan", "fsdp", Profile(training=replace(FSDP, shards_norms=True), fills=True, pipeline_sequences=1)),
@@ -102,6 +111,13 @@ _PROFILES: tuple[tuple[str, str, Profile], ...] = (
         "trainer",
         replace(_TRAINER, adapter_inputs=4, chunk_tokens=1024, utilization=0.9, engine_tensor_parallel=1),
     ),
+    # Its examples with FSDP checkpoint activations (fsdp_config.activation_checkpointing).
+    # Weights stay in the type in which they are loaded (monkeypatch/accelerate/fsdp2.py).
+    (
+        "axolotl",
+        "fsdp",
+        Profile(training=replace(FSDP, weights=2, gradients=2, optimizer=4, step=2), checkpoints=True),
+    ),
     ("qwen finetune", "", replace(_TRAINER, fills=True)),
     ("fms-acceleration", "trainer", _TRAINER),
     ("fms-acceleration", "fsdp", Profile(training=FSDP)),
@@ -110,7 +126,7 @@ _PROFILES: tuple[tuple[str, str, Profile], ...] = (
     ("swift", "fsdp", replace(_SWIFT, training=FSDP)),
     ("swift", "trainer", _SWIFT),
     ("verl", "fsdp", _VERL),
-    ("verl", "megatron", replace(_VERL, training=MEGATRON, frozen_bytes=2)),
+    ("verl", "megatron", replace(_VERL, training=MEGATRON, frozen_bytes=2, checkpoints=None)),
     (
         "slime|miles",
         "megatron",
@@ -206,22 +222,27 @@ def _training(row: Row, model: Architecture, profile: Profile, tokens: float) ->
     if not settings.lora_rank(row):
         return training
     frozen = profile.frozen_bytes or training.weights
-    if settings.is_4bit(row):
-        frozen = _four_bit(model, ends=4 if "qwen" in row.system else 2)
+    bits = settings.frozen_bits(row)
+    if bits is not None:
+        quantised = 0.53 if bits == 4 else 1.0
+        frozen = _quantised(model, quantised, settings.quantises_experts(row), ends=4 if "qwen" in row.system else 2)
     targets = settings.lora_targets(row)
+    if model.num_experts and not targets and not settings.adapts_experts(row):
+        targets = settings.ATTENTION
     lora = Lora(rank=settings.lora_rank(row), target_modules=targets or "all-linear")
     ends = settings.trains_ends(row)
     return replace(training, lora=lora, weights=frozen, adapter_inputs=profile.adapter_inputs, trains_ends=ends)
 
 
-def _four_bit(model: Architecture, *, ends: float) -> float:
-    """Return the mean bytes of a parameter, of which all but embeddings and head have four bits and their scales.
+def _quantised(model: Architecture, bytes_: float, experts: bool, *, ends: float) -> float:
+    """Return the mean bytes of a parameter, of which all but embeddings and head have ``bytes_``.
 
-    Scales take another 0.03 bytes, in groups of 64 or 128 weights. Embeddings and head have ``ends`` bytes:
-    ``peft.prepare_model_for_kbit_training`` widens them to four.
+    Scales of four bits take another 0.03 bytes, in groups of 64 or 128 weights. Embeddings and head have ``ends``
+    bytes: ``peft.prepare_model_for_kbit_training`` widens them to four. ``experts``: theirs are quantised too.
     """
     outside = (model.embedding_parameters + model.head_parameters) / model.num_parameters
-    return 0.53 * (1 - outside) + ends * outside
+    whole = 0.0 if experts else model.num_expert_parameters / model.num_parameters
+    return bytes_ * (1 - outside - whole) + ends * outside + 2 * whole
 
 
 def _loss(row: Row, training: TrainingMemory, profile: Profile, tokens: float, model: Architecture) -> TrainingMemory:
@@ -290,14 +311,18 @@ def unknown(row: Row) -> list[str]:
         found.append("sharding")
     if not row.train_backend:
         found.append("train_backend")
-    if settings.checkpoints(row) is None and profile.checkpoints is None:
+    # The recipes behind tables of performance are tuned.
+    is_tuned = "performance-summary" in row.source_path
+    if settings.checkpoints(row) is None and (profile.checkpoints is None or is_tuned):
         found.append("grad_ckpt")
-    if not row.micro_batch_per_gpu and not row.max_tokens_per_gpu:
+    if not row.micro_batch_per_gpu and not row.max_tokens_per_gpu and not profile.sequences:
         found.append("micro_batch_per_gpu")
     if not row.max_total_len and not row.max_response_len and "swift" not in row.system:
         found.append("max_total_len")
     if "megatron" in backend and row.train_tp is None and row.train_pp is None and row.train_ep is None:
         found.append("train_tp")
+    if settings.frozen_bits(row) and settings.family_of(row) == "fsdp" and "axolotl" in row.system:
+        found.append("whether FSDP shards quantised weights")
     if "selec" in row.grad_ckpt and settings.family_of(row) == "fsdp":
         found.append("operations that checkpointing saves")
     if "sequence_parallel" in row.source_path and row.train_sp is None:

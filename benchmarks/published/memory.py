@@ -145,7 +145,8 @@ def unfit(case: Case) -> str | None:
     peak = _measured(row)
     if peak is not None and state_terms(case.model, case.train, case.training)["weights"] > peak:
         return "a peak below the weights that each GPU is said to hold"
-    if not _decides(case) and _measured(row) is None and _bound(row) is None:
+    is_inferred = row.outcome == "oom_inferred" and case.memory_gib is not None
+    if not (_decides(case) or is_inferred or _measured(row) is not None or _bound(row) is not None):
         return "no GPU named" if case.gpu is None else "neither outcome nor memory"
     return None
 
@@ -248,10 +249,12 @@ def figures(judged: Sequence[Judged]) -> dict[str, float | int | None]:
     ran = [one.prediction.fits for one in judged if one.outcome is True]
     errors = [abs(one.error) for one in judged if one.error is not None]
     bounds = [one for one in judged if one.bound is not None]
+    inferred = [one.prediction.fits for one in judged if one.case.row.outcome == "oom_inferred"]
     over = [one for one in bounds if one.bound and comparable(one.case, one.prediction) > one.bound]
     return {
         "oom_recall": died.count(False) / len(died) if died else None,
         "oom_rows": len(died),
+        "inferred_oom_recall": inferred.count(False) / len(inferred) if inferred else None,
         "false_oom_rate": ran.count(False) / len(ran) if ran else None,
         "working_rows": len(ran),
         "memory_error_median": median(errors) if errors else None,

@@ -4,6 +4,7 @@ import re
 
 from benchmarks.published.rows import Row
 
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _TECHNIQUES = (
     "packed dataset",
     "+ compile",
@@ -59,10 +60,33 @@ def trains_ends(row: Row) -> bool:
 
 def lora_targets(row: Row) -> tuple[str, ...]:
     """Return the projections that have adapters, as far as the row names some instead of all."""
+    if re.search(r"attention alone adapted|on attention alone", row.notes.lower()):
+        return ATTENTION
     named = re.search(r"targets ((?:\w+_proj,?)+)|lora (q,v),", row.notes.lower())
     if named is None:
         return ()
     return ("q_proj", "v_proj") if named[2] else tuple(named[1].rstrip(",").split(","))
+
+
+def frozen_bits(row: Row) -> int | None:
+    """Return the bits of a frozen weight that is stored in eight or four; None: it is not quantised."""
+    if re.search(r"weights of 8 bits|int8|load_in_8bit", row.notes.lower()):
+        return 8
+    return 4 if is_4bit(row) else None
+
+
+def adapts_experts(row: Row) -> bool:
+    """Return whether experts have adapters: not as tensors of a whole layer (axolotl), unless the row says so."""
+    return "axolotl" not in row.system or "experts adapted" in row.notes.lower()
+
+
+def quantises_experts(row: Row) -> bool:
+    """Return whether the weights of experts are quantised too, where the rest is.
+
+    axolotl does that on request (``quantize_moe_experts``), because bitsandbytes replaces linear layers alone and
+    transformers keeps the experts of a layer in one tensor.
+    """
+    return "axolotl" not in row.system or bool(re.search(r"expert weights in 4 bits|experts too", row.notes.lower()))
 
 
 def is_4bit(row: Row) -> bool:

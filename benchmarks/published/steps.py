@@ -63,6 +63,9 @@ def unfit(case: Case) -> str | None:
     row = case.row
     if re.search(r"whole run|sync_time_only|per ppo sample", row.step_time_kind.lower()):
         return "not the time of a step"
+    if "bounded verification run" in row.notes and "pretrain_performance" not in row.notes:
+        # Megatron-Bridge's cards call their times sanity checks, without the tuned performance recipes.
+        return "a run that verifies a recipe, not its speed"
     if case.model.num_encoder_parameters:
         return "images of which the row gives no number"
     if "prime" in row.system and row.gpu_type.startswith("B200"):

@@ -42,6 +42,23 @@ def test_frozen_weights_are_bf16_except_where_a_library_loads_fp32() -> None:
     assert four_bit.weights == pytest.approx(0.53 * (1 - outside) + 2 * outside, rel=1e-6)
 
 
+def test_eight_bit_weights_of_experts_are_quantised_on_request() -> None:
+    def weights(notes: str) -> float:
+        return case(
+            system="axolotl",
+            train_backend="hf trainer",
+            model="Qwen/Qwen3-30B-A3B",
+            params_b="30.5",
+            lora_rank="8",
+            notes=notes,
+            **ALONE,
+        ).training.weights
+
+    experts, ends, total = 48 * 128 * 3 * 2048 * 768, 2 * 151_936 * 2048, 30_532_122_624
+    assert weights("LoRA on weights of 8 bits (int8, experts too)") == pytest.approx(1 + ends / total)
+    assert weights("LoRA on weights of 8 bits") == pytest.approx(1 + (ends + experts) / total)
+
+
 @pytest.mark.parametrize(
     ("notes", "rank", "targets"),
     [
@@ -124,8 +141,12 @@ def test_verl_counts_prompts_and_others_count_samples() -> None:
     ("cells", "unknown"),
     [
         ({"micro_batch_per_gpu": "1", "grad_ckpt": "True"}, set()),
-        ({"micro_batch_per_gpu": "1"}, {"grad_ckpt"}),
+        # verl checkpoints unless told otherwise, except with Megatron.
+        ({"micro_batch_per_gpu": "1"}, set()),
         ({"micro_batch_per_gpu": "1", "train_backend": "megatron", "sharding": ""}, {"grad_ckpt", "train_tp"}),
+        ({"micro_batch_per_gpu": "1", "system": "slime"}, {"grad_ckpt"}),
+        ({"micro_batch_per_gpu": "", "system": "nemo-automodel", "source_path": "pull/1"}, set()),
+        ({"micro_batch_per_gpu": "", "system": "nemo-automodel", "source_path": "performance-summary"}, {"grad_ckpt"}),
         ({"micro_batch_per_gpu": "1", "grad_ckpt": "True", "rollout_tp": ""}, {"rollout_tp"}),
         ({"micro_batch_per_gpu": "", "grad_ckpt": "False"}, {"micro_batch_per_gpu"}),
         ({"micro_batch_per_gpu": "1", "grad_ckpt": "True", "placement": "disaggregate"}, {"train_gpus"}),
