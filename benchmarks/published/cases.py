@@ -79,7 +79,8 @@ def case_of(row: Row) -> Case | Skipped:
     prompts, responses, guessed = lengths_of(row)
     each, pair = samples * group / gpus if samples else None, settings.sequences_per_sample(row)
     sequences = micro_batch_sequences(row, profile.pipeline_sequences, each)
-    tokens = largest_micro_batch(row, prompts, responses, sequences, fills=profile.fills)
+    available = each and each * (row.mini_batch or 1) / (row.prompts_per_step or row.mini_batch or 1)
+    tokens = largest_micro_batch(row, prompts, responses, sequences, available, fills=profile.fills)
     library = libraries.library_of(row, model, tokens / sequence_parallel)
     train = Layout(
         tensor_parallel_size=tensor,

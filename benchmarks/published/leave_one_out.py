@@ -27,8 +27,8 @@ GRID = tuple(Allocator(FRAGMENTATION, eighths / 8) for eighths in range(9))
 """The allocators to choose from, on one GPU and on several."""
 COVERED = (0.05, 0.95)
 """The quantiles at the ends of a band."""
-_ENOUGH_SYSTEMS = 3
-"""A kind of configuration that fewer systems have measured gets the band of all kinds."""
+_ENOUGH_SYSTEMS, _ENOUGH_ROWS = 3, 10
+"""A kind of configuration that fewer systems have measured, or with fewer rows, gets the band of all kinds."""
 LARGE = 10
 """A system needs so many used rows to be named as the worst, and has no more weight than these."""
 
@@ -110,6 +110,9 @@ class Evidence:
     kind: Kind
     layout: Layout
     ratios: tuple[float, ...]
+    is_allocated: bool
+    """False for the reading of the whole device beside what was allocated: memory in it that the allocator caches is
+    given back where memory runs out, so that its error is no error of what fits."""
 
 
 class Errors:
@@ -134,13 +137,13 @@ class Errors:
         """Return the bands of systems that are not left out, each of them predicted without itself."""
         found: list[tuple[str, Kind, float]] = []
         for row in self._rows:
-            if row.system not in without:
+            if row.system not in without and row.is_allocated:
                 index = self.fit(row.system, *without).index(row.layout)
                 found.append((row.system, row.kind, row.ratios[index]))
         bands = {}
         for kind in Kind:
             mine = [(system, ratio) for system, of, ratio in found if of is kind]
-            enough = len({system for system, _ in mine}) >= _ENOUGH_SYSTEMS
+            enough = len({system for system, _ in mine}) >= _ENOUGH_SYSTEMS and len(mine) >= _ENOUGH_ROWS
             bands[kind] = _band(mine if enough else [(system, ratio) for system, _, ratio in found])
         return bands
 
@@ -158,7 +161,8 @@ def _evidence(case: Case) -> Iterator[Evidence]:
     for measured, reading in ((judged[0].measured, ""), (judged[0].whole_device, "nvidia-smi")):
         if measured is not None:
             ratios = (log(measured / memory.comparable(case, prediction, reading)) for prediction in predictions)
-            yield Evidence(system_of(case.row), judged[0].prediction.kind, case.train, tuple(ratios))
+            kind = judged[0].prediction.kind
+            yield Evidence(system_of(case.row), kind, case.train, tuple(ratios), is_allocated=not reading)
 
 
 def _best(rows: Sequence[Evidence]) -> int:

@@ -23,6 +23,12 @@ FSDP2 = TrainingMemory(weights=4, gradients=4, optimizer=8, keeps_gradients=Fals
 """Sharded fp32 parameters, gathered as bf16; AdamW parameter by parameter (``foreach=False``)."""
 FSDP = replace(FSDP2, step=4)
 """The same with torch's own AdamW, which steps all parameters at once."""
+MEGATRON_FSDP = replace(FSDP2, weights=6, fused_layers=True, shards_norms=True, logits=2)
+"""Megatron-FSDP shards its fp32 main weights and a copy of them in bf16."""
+LONG = 65_536
+"""A sample so long is a micro-batch by itself, unless the row says otherwise."""
+TE_LOGITS = 2
+"""Transformer Engine's cross-entropy, which Megatron-Bridge's recipes set: gradients take the place of bf16 logits."""
 LOGPROB_LOGITS, VERL_LOGITS, OPENRLHF_LOGITS, FAST_LOGITS = 14, 8, 10, 8
 """Bytes of a logit at the peak of a loss. NeMo-RL, and others' sampling on Megatron: log-softmax of each
 tensor-parallel rank's share in fp32, its exponential and gradients. verl (workers/actor/dp_actor.py) divides a view of
@@ -139,6 +145,8 @@ _PROFILES: tuple[tuple[str, str, Profile], ...] = (
     ("trl", "trainer", _TRL),
     ("trl", "fsdp", replace(_TRL, training=FSDP)),
     ("trl", "deepspeed", replace(_TRL, training=DEEPSPEED)),
+    ("megatron-", "megatron", Profile(training=replace(MEGATRON, logits=TE_LOGITS))),
+    ("megatron-", "fsdp", Profile(training=MEGATRON_FSDP)),
     ("", "fsdp", Profile(training=FSDP)),
     ("", "deepspeed", Profile(training=DEEPSPEED)),
     ("", "megatron", Profile(training=MEGATRON)),
@@ -315,7 +323,8 @@ def unknown(row: Row) -> list[str]:
     is_tuned = "performance-summary" in row.source_path
     if settings.checkpoints(row) is None and (profile.checkpoints is None or is_tuned):
         found.append("grad_ckpt")
-    if not row.micro_batch_per_gpu and not row.max_tokens_per_gpu and not profile.sequences:
+    is_one_sequence = profile.sequences or (not row.rollout_engine and (row.max_total_len or 0) >= LONG)
+    if not row.micro_batch_per_gpu and not row.max_tokens_per_gpu and not is_one_sequence:
         found.append("micro_batch_per_gpu")
     if not row.max_total_len and not row.max_response_len and "swift" not in row.system:
         found.append("max_total_len")

@@ -196,7 +196,7 @@ def comparable(case: Case, prediction: Prediction, kind: str = "") -> float:
     """
     kind = kind or case.row.peak_mem_kind.lower()
     unseen: set[str] = set()
-    if re.search("alloc|active|litgpt", kind):
+    if re.search("alloc|active|litgpt|torchtune", kind):
         unseen = {"context", "nccl", "fragmentation"}
         unseen |= {term for term in prediction.update if term.startswith("engine ")}
     elif "reserved" in kind:

@@ -195,8 +195,11 @@ def sequences_per_sample(row: Row) -> int:
     return 2 if re.search(r"dpo|\brm\b|simpo|orpo|cpo|kto", row.algorithm.lower()) else 1
 
 
-_DATA = {"gsm8k": (105.0, 230.0), "openmathinstruct": (100.0, 350.0)}
-"""Mean tokens of prompts with the chat template, and of their answers: what models of 7B write, or the data's own."""
+_GSM8K = (105.0, 230.0)
+_DATA = {"gsm8k": _GSM8K, "examples/tuning/": _GSM8K, "openmathinstruct": (100.0, 350.0)}
+"""Mean tokens of prompts with the chat template, and of their answers: what models of 7B write, or the data's own.
+
+All scripts in verl's examples/tuning train on GSM8K."""
 
 
 def data_lengths(row: Row) -> tuple[float, float] | None:

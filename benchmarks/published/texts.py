@@ -71,18 +71,25 @@ def micro_batch_sequences(row: Row, in_pipeline: int | None, samples_per_rank: f
     return samples * settings.sequences_per_sample(row)
 
 
-def largest_micro_batch(row: Row, prompts: Lengths, responses: Lengths, sequences: int, *, fills: bool) -> float:
-    """Return the tokens of the largest micro-batch of a GPU (or its group) in a run."""
+def largest_micro_batch(
+    row: Row, prompts: Lengths, responses: Lengths, sequences: int, available: float | None, *, fills: bool
+) -> float:
+    """Return the tokens of the largest micro-batch of a GPU (or its group) in a run.
+
+    ``available`` is the number of samples that the GPU has for one optimizer step, if it is known.
+    """
     limit = float(row.max_total_len or (row.max_prompt_len or 0) + (row.max_response_len or 0) or 32768)
     packed = settings.is_packed(row)
+    mean, variance = prompts.mean + responses.mean, responses.mean_square - responses.mean**2
     if row.max_tokens_per_gpu and packed:
-        return float(settings.tokens_per_group(row))
+        budget = float(settings.tokens_per_group(row))
+        if available is None or not settings.data_lengths(row):
+            return budget
+        return min(budget, max(mean * available + 3 * (variance * available) ** 0.5, mean))
     if fills or settings.fills_limit(row):
         return limit * sequences / (settings.sequences_per_sample(row) if packed else 1)
-    mean = prompts.mean + responses.mean
     if packed:
         # Without padding: the sum of what is drawn, three standard deviations above its mean at most.
-        variance = responses.mean_square - responses.mean**2
         return float(min(limit * sequences, max(mean * sequences + 3 * (variance * sequences) ** 0.5, mean)))
     if _reaches_limit(row):
         return limit * sequences
@@ -98,7 +105,7 @@ def possible_micro_batches(
     """
     limit = row.max_total_len or (row.max_prompt_len or 0) + (row.max_response_len or 0)
     is_fixed = bool(row.max_tokens_per_gpu and settings.is_packed(row)) or fills or settings.fills_limit(row)
-    if is_fixed or not limit or row.mean_response_len or row.mean_prompt_len or settings.data_lengths(row):
+    if is_fixed or row.mean_response_len or row.mean_prompt_len or settings.data_lengths(row):
         return tokens, tokens
     mean = prompts.mean + responses.mean
     return min(tokens, mean * sequences), max(tokens, float(limit) * sequences)

@@ -138,11 +138,13 @@ def _moments(
     zero = layout.zero_stage or 0
     shared = layout.num_shards > 1
     if zero == 3 and training.live_parameters is None:
-        ahead = 2 * stage.layer if shared else 0.0
+        # Frozen weights that are quantised are gathered as they are.
+        layer_size = (2 if full else min(2.0, training.weights)) * stage.layer
+        ahead = layer_size if shared else 0.0
         at_loss = 2 * stage.ends + ahead
         # The layer, the one gathered ahead, its gradient in bf16 and once more to be reduced, and the head's gradient.
         reducing = 2 + training.gradients
-        in_layers = 2 * stage.ends + 2 * stage.layer + ahead + trained * (reducing * stage.layer + 2 * stage.head)
+        in_layers = 2 * stage.ends + layer_size + ahead + trained * (reducing * stage.layer + 2 * stage.head)
         at_ends = trained * reducing * stage.ends
     elif zero == 3:
         largest = 2 * max(stage.head, stage.ends - stage.head, 2 * stage.layer)

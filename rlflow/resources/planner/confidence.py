@@ -50,13 +50,17 @@ class Kind(StrEnum):
 
     ADAPTERS_ALONE = "LoRA on one GPU"
     ALONE = "all weights on one GPU"
-    SHARDED = "several GPUs"
+    ADAPTERS_SHARDED = "LoRA on several GPUs"
+    SHARDED = "all weights on several GPUs"
+    MODEL_PARALLEL = "layers or experts divided among GPUs"
 
 
 def kind_of(layout: Layout, training: TrainingMemory) -> Kind:
     """Return the kind of a role that trains or scores."""
+    if layout.model_parallel_size > 1 or layout.expert_parallel_size > 1:
+        return Kind.MODEL_PARALLEL
     if layout.num_gpus > 1:
-        return Kind.SHARDED
+        return Kind.SHARDED if training.lora is None else Kind.ADAPTERS_SHARDED
     return Kind.ALONE if training.lora is None else Kind.ADAPTERS_ALONE
 
 
@@ -65,7 +69,9 @@ def kind_of(layout: Layout, training: TrainingMemory) -> Kind:
 MEMORY_BANDS: Mapping[Kind, Band] = {
     Kind.ADAPTERS_ALONE: Band(0.81, 1.22),
     Kind.ALONE: Band(0.96, 1.14),
+    Kind.ADAPTERS_SHARDED: Band(0.76, 1.27),
     Kind.SHARDED: Band(0.76, 1.27),
+    Kind.MODEL_PARALLEL: Band(0.76, 1.27),
 }
 
 
