@@ -14,6 +14,8 @@ SLOW = {"algorithms", "data_plane", "faults", "grpo_vs_trl", "overlap", "own_run
 SLOW |= {"planning_time", "staleness", "tail"}
 # An engine alone.
 WITHOUT_PLANS |= {"agent_faults", "agent_tokens", "decode_cost"}
+# Formulas alone.
+WITHOUT_PLANS |= {"serving_times"}
 
 
 def programs() -> list[str]:

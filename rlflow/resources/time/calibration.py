@@ -20,6 +20,9 @@ def engine_key(kind: str, engine: str) -> str:
 
 CPU_EFFICIENCY = Efficiency(
     memory=0.45,
+    cache=1.0,
+    prefill_layer_s=0.0,
+    decode_message_s=45e-6,
     train_layer_s=1e-3,
     decode_layer_s=0.5e-3,
     decode_step_s=1e-3,

@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 from functools import lru_cache
-from math import ceil, exp
+from math import ceil, exp, hypot
 
 from rlflow.resources.layout import Layout
+from rlflow.resources.memory.phases import MAX_BATCHED_TOKENS
 from rlflow.resources.models.architecture import Architecture
 from rlflow.resources.time.lengths import Lengths
 from rlflow.resources.time.speed import Speed
@@ -197,13 +198,14 @@ class Decoder:
     def seconds(self, active: float, context: float) -> float:
         """Return the time of a step.
 
-        A GPU reads weights while it multiplies; a CPU does one after the other. The KV cache has kernels of its own.
+        A GPU reads weights while it multiplies, though never quite; a CPU does one after the other. The KV cache has
+        kernels of its own.
         """
         weights = self.dense
         if self.experts:
             weights += self.experts * (1 - (1 - self.chosen) ** active)
         computed = active * self.arithmetic
-        products = weights + computed if self.is_cpu else max(weights, computed)
+        products = weights + computed if self.is_cpu else hypot(weights, computed)
         return max(self.launches, products + active * (self.each + self.key_seconds(context)) + self.step)
 
     def key_seconds(self, context: float) -> float:
@@ -215,11 +217,13 @@ class Decoder:
     def prefill(self, speed: Speed, tokens: float, length: float) -> float:
         """Return the time of prompts, in batches of thousands of tokens."""
         model, gpus = self.forward
+        speed = speed.burst
         message = 2 * model.num_blocks * 2 * model.hidden_size * (self.width - 1) / self.width
         moved = tokens * message / speed.ring(self.width)
         work = forward_work(model, self.value_bytes)
         computed = work.product_seconds(speed, tokens) + work.other_seconds(speed, tokens, length, fused=True)
-        return computed / gpus + moved
+        batches = ceil(tokens / MAX_BATCHED_TOKENS)
+        return computed / gpus + moved + batches * model.num_blocks / 2 * speed.efficiency.prefill_layer_s
 
 
 @lru_cache(maxsize=1024)
@@ -233,11 +237,12 @@ def decoder_of(
     """
     # Quantized weights are multiplied with values of two bytes.
     value_bytes = max(2.0, weight_bytes)
-    work, matmul = forward_work(model, value_bytes), speed.matmul_of(model.hidden_size)
+    work, matmul = forward_work(model, value_bytes), speed.burst.matmul_of(model.hidden_size)
     efficiency, blocks = speed.efficiency, model.num_blocks
     # Each GPU has its share of the heads. Key-value heads are copied if there are fewer than GPUs; latents always.
     copies = 1 if model.kv_lora_rank else min(model.num_key_value_heads, width)
-    cached, in_window = (value_bytes * values / copies / speed.memory for values in model.cached_widths)
+    reading = speed.memory * efficiency.cache
+    cached, in_window = (value_bytes * values / copies / reading for values in model.cached_widths)
     # With latent attention all heads work on the same few bytes (DeepSeek-V2, section 2.1.2, matrices absorbed).
     if model.kv_lora_rank:
         latent = model.kv_lora_rank * 2 + (model.qk_rope_head_dim or 0)
@@ -245,7 +250,8 @@ def decoder_of(
         cached = max(cached, flops / (speed.matmul * efficiency.attention))
     windowed = model.num_windowed_layers
     # Every stage has a batch of its own, whose host work comes before its kernels.
-    step = blocks / 2 * efficiency.decode_layer_s + stages * efficiency.decode_step_s
+    # Experts have a router and a kernel to sort tokens besides their products.
+    step = (blocks + model.num_sparse_layers) / 2 * efficiency.decode_layer_s + stages * efficiency.decode_step_s
     each = efficiency.decode_sequence_s
     if model.recurrent is not None:
         # States are read and written.
@@ -255,7 +261,7 @@ def decoder_of(
         each += work.moved_bytes / (speed.memory * efficiency.elementwise)
     if width > 1:
         message = 2 * model.hidden_size * 2 * (width - 1) / width / speed.ring(width)
-        step += blocks * speed.message_s(width)
+        step += blocks * efficiency.decode_message_s * (3 if width > speed.gpus_per_host else 1)
         each += blocks * message / stages
     head = model.vocab_size * model.hidden_size if model.head_parameters == 0 else 0
     dense = model.num_parameters - model.num_expert_parameters - model.embedding_parameters + head

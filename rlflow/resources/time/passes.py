@@ -146,7 +146,9 @@ def _passes(
     attending = share / micro_batches / sequence
     here = attending * batch.computed
     work, passes = forward_work(model, kernels.value_bytes), forward + (2 if backward else 0)
-    multiplied = (forward + backward) * work.product_seconds(speed, here)
+    multiplied = (forward + backward) * work.product_seconds(
+        speed, here, spreads_experts=layout.expert_parallel_size > 1
+    )
     multiplied += products.heads * 2 * here * model.num_outputs * model.hidden_size / speed.matmul_of(model.hidden_size)
     if here and not speed.is_cpu:
         multiplied *= 1 + efficiency.small_batch_tokens / here

@@ -36,11 +36,12 @@ class Efficiency(Section):
     Steps of Qwen-7B and 14B with 1024 tokens are 15% slower for each token than with 8192 (QwenLM/Qwen, README.md)."""
     expert_matmul: Fraction = 0.5
     """Share that the narrow, grouped products of experts reach of what dense products reach."""
-    expert_balance: Fraction = 0.5
-    """Tokens of the average rank, as a share of those of the rank with the most wanted experts."""
-    attention: Fraction = 0.6
+    expert_balance: Fraction = 0.8
+    """Tokens of the average rank, as a share of those of the rank with the most wanted experts, where experts are
+    spread over ranks. Fitted to published runs."""
+    attention: Fraction = 0.7
     """Share that attention reaches of dense products, forward and backward (Dao 2023, FlashAttention-2, figures 5 to
-    7)."""
+    7); measured kernels of vLLM reach 0.64 on A100, 0.66 on B200 and 0.77 on H100 in prompts of 8192 tokens."""
     memory: Fraction = 0.75
     """Share of the memory bandwidth that decoding and elementwise kernels reach; published values are 0.6 to 0.85."""
     elementwise: Fraction = 1.0
@@ -55,13 +56,25 @@ class Efficiency(Section):
     """Time of a collective over a small message inside a host; between hosts it takes three times as long.
 
     Fitted to published runs, where ranks also wait for each other."""
-    decode_layer_s: Seconds = 20e-6
-    """Time of a layer in a decoding step with CUDA graphs, besides moving bytes."""
+    cache: Positive = 1.17
+    """Speed of reading the KV cache in a decoding step, relative to that of reading weights.
+
+    Measured kernels of vLLM 0.24 on H100, H200 and B200 reach 0.88 to 0.9 of the bandwidth with the cache and 0.66 to
+    0.84 with weights (aiconfigurator-core 0.12, benchmarks/serving_times.py, also of the next three)."""
+    decode_layer_s: Seconds = 24e-6
+    """Time of a layer in a decoding step with CUDA graphs, besides moving bytes: 10 to 25 us of attention, 9 of others."""
+    prefill_layer_s: Seconds = 80e-6
+    """The same for a batch of prompts."""
+    decode_message_s: Seconds = 10e-6
+    """Time of an all-reduce in a decoding step besides its bytes: 5 to 8 us for one sequence and 10 to 26 us for 32."""
     eager_layer_s: Seconds = 0.2e-3
     """Least time of a layer in a decoding step without CUDA graphs: Python launches about 15 kernels, each in 10 to 15
     microseconds."""
-    decode_step_s: Seconds = 2.5e-3
-    """Host time of a decoding step: scheduling, input, sampling."""
+    decode_step_s: Seconds = 6e-3
+    """Host time of a decoding step: scheduling, input, sampling.
+
+    With it a step of 512 sequences of a model of 0.5B takes 14 ms on an H200, where 17 to 18 were measured
+    (benchmarks/RESULTS.md, "On a GPU")."""
     decode_sequence_s: Seconds = 10e-6
     """Host time of each sequence in a decoding step: its sampling parameters, its token, its text."""
     train_layer_s: Seconds = 0.5e-3
@@ -110,6 +123,8 @@ class Speed:
     """A GPU's share of its host's links to other hosts."""
     gpus_per_host: int
     efficiency: Efficiency
+    sustained: float = 1.0
+    """The share of ``flops`` before heat and power limit them; ``flops`` are those of hours of training."""
     engines: tuple[tuple[str, Efficiency], ...] = ()
     """Efficiencies of single engines, in place of ``efficiency``."""
     is_cpu: bool = False
@@ -126,6 +141,11 @@ class Speed:
         if self.efficiency.peak_tflops is not None:
             return self.efficiency.matmul * self.flops
         return self.efficiency.matmul / (1 / self.flops + 1 / (_FEED * self.bytes))
+
+    @property
+    def burst(self) -> "Speed":
+        """Return the speed of work that lasts for seconds, such as reading prompts."""
+        return replace(self, flops=self.flops / self.sustained, sustained=1.0)
 
     def matmul_of(self, width: float) -> float:
         """Return the operations per second of products of a model with hidden states of ``width``."""
@@ -186,8 +206,10 @@ def gpu_speed(
     is_cpu = gpu.memory_gib is None
     # Several hosts of CPUs are simulated on one machine.
     network = link if is_cpu and efficiency.link_gb_s else (gpu.network_gb_s or 1.25) * 1e9
+    sustained = 1.0 if efficiency.peak_tflops else gpu.sustained
     return Speed(
-        flops=share * peak * 1e12 * (1.0 if efficiency.peak_tflops else gpu.sustained),
+        flops=share * peak * 1e12 * sustained,
+        sustained=sustained,
         bytes=share * memory * 1e9,
         link=link,
         network=network,

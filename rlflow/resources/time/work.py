@@ -27,9 +27,13 @@ class Work:
         """Return the operations for ``tokens`` in sequences of ``length``."""
         return tokens * (self.dense_flops + self.expert_flops + self.key_flops * self.model.attention_span(length))
 
-    def product_seconds(self, speed: Speed, tokens: float) -> float:
-        """Return the time of matrix products with weights on one GPU with enough memory, for large micro-batches."""
-        experts = self.expert_flops / (speed.efficiency.expert_matmul * speed.efficiency.expert_balance)
+    def product_seconds(self, speed: Speed, tokens: float, *, spreads_experts: bool = False) -> float:
+        """Return the time of matrix products with weights on one GPU with enough memory, for large micro-batches.
+
+        ``spreads_experts``: GPUs have experts of their own, and wait for those whose experts are wanted most.
+        """
+        balance = speed.efficiency.expert_balance if spreads_experts else 1.0
+        experts = self.expert_flops / (speed.efficiency.expert_matmul * balance)
         return tokens * (self.dense_flops + experts) / speed.matmul_of(self.model.hidden_size)
 
     def other_seconds(
