@@ -62,10 +62,11 @@ class Efficiency(Section):
     Measured kernels of vLLM 0.24 on H100, H200 and B200 reach 0.88 to 0.9 of the bandwidth with the cache and 0.66 to
     0.84 with weights (aiconfigurator-core 0.12, benchmarks/serving_times.py, also of the next three)."""
     decode_layer_s: Seconds = 24e-6
-    """Time of a layer in a decoding step with CUDA graphs, besides moving bytes: 10 to 25 us of attention, 9 of others."""
+    """Time of a layer in a decoding step with CUDA graphs, besides moving bytes: 10 to 25 us for attention, 9 for
+    norms and activations. Experts have half as much again."""
     prefill_layer_s: Seconds = 80e-6
     """The same for a batch of prompts."""
-    decode_message_s: Seconds = 10e-6
+    decode_message_s: Seconds = 12e-6
     """Time of an all-reduce in a decoding step besides its bytes: 5 to 8 us for one sequence and 10 to 26 us for 32."""
     eager_layer_s: Seconds = 0.2e-3
     """Least time of a layer in a decoding step without CUDA graphs: Python launches about 15 kernels, each in 10 to 15

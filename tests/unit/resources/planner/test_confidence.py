@@ -21,7 +21,9 @@ def test_kinds_of_configurations() -> None:
     adapters = replace(DEEPSPEED, lora=Lora(rank=8))
     assert kind_of(alone, DEEPSPEED) is Kind.ALONE
     assert kind_of(alone, adapters) is Kind.ADAPTERS_ALONE
-    assert kind_of(replace(alone, data_parallel_size=2), adapters) is Kind.SHARDED
+    assert kind_of(replace(alone, data_parallel_size=2), DEEPSPEED) is Kind.SHARDED
+    assert kind_of(replace(alone, data_parallel_size=2), adapters) is Kind.ADAPTERS_SHARDED
+    assert kind_of(replace(alone, tensor_parallel_size=2), DEEPSPEED) is Kind.MODEL_PARALLEL
 
 
 def test_every_kind_has_a_band_around_its_prediction() -> None:
