@@ -20,6 +20,7 @@ def engine_key(kind: str, engine: str) -> str:
 
 CPU_EFFICIENCY = Efficiency(
     memory=0.45,
+    attention=0.6,
     cache=1.0,
     prefill_layer_s=0.0,
     decode_message_s=45e-6,
