@@ -151,9 +151,12 @@ class Errors:
 def _evidence(case: Case) -> Iterator[Evidence]:
     """Yield what a row says of memory and, where it has that besides, of the whole device.
 
-    Rows that do not give their lengths are no evidence: their error is that of the lengths.
+    Rows that do not give their lengths, or what kind of memory they measured, are no evidence: their error is also that of
+    the guess.
     """
     least, most = case.token_range
+    if "kind not said" in case.row.peak_mem_kind:
+        return
     judged, _ = memory.judge([case])
     if not judged or most > least:
         return

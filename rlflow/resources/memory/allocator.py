@@ -26,7 +26,7 @@ FRAGMENTATION = 0.1
 
 ALONE = Allocator(FRAGMENTATION, cached=0.125)
 """On a single GPU. ``cached`` is fitted to published runs (benchmarks/published/leave_one_out.py)."""
-SHARDED = Allocator(FRAGMENTATION, cached=0.375)
+SHARDED = Allocator(FRAGMENTATION, cached=0.25)
 """On several GPUs, with collectives on streams of their own and with larger tensors; fitted in the same way."""
 
 
