@@ -151,8 +151,8 @@ class Errors:
 def _evidence(case: Case) -> Iterator[Evidence]:
     """Yield what a row says of memory and, where it has that besides, of the whole device.
 
-    Rows that do not give their lengths, or what kind of memory they measured, are no evidence: their error is also that of
-    the guess.
+    Rows that do not give their lengths, or what kind of memory they measured, are no evidence: their error is also
+    that of the guess.
     """
     least, most = case.token_range
     if "kind not said" in case.row.peak_mem_kind:

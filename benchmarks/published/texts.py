@@ -85,7 +85,7 @@ def largest_micro_batch(
         budget = float(settings.tokens_per_group(row))
         if available is None or not settings.data_lengths(row):
             return budget
-        return min(budget, max(mean * available + 3 * (variance * available) ** 0.5, mean))
+        return float(min(budget, max(mean * available + 3 * (variance * available) ** 0.5, mean)))
     if fills or settings.fills_limit(row):
         return limit * sequences / (settings.sequences_per_sample(row) if packed else 1)
     if packed:

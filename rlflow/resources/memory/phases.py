@@ -48,10 +48,7 @@ def update_terms(
     allocator: Allocator | None = None,
     sharp: Sharp = NO_SHARP,
 ) -> dict[str, float]:
-    """Return the terms of a trained role at the peak of its update.
-
-    ``accumulates``: gradients of earlier micro-batches are held from the start.
-    """
+    """Return the terms of a trained role at the peak of its update; it ``accumulates`` gradients of micro-batches."""
     fragmentation = (allocator or allocator_of(layout)).fragmentation
     candidates = []
     for stage in pipeline_stages(model, layout):
@@ -138,8 +135,7 @@ def _moments(
     zero = layout.zero_stage or 0
     shared = layout.num_shards > 1
     if zero == 3 and training.live_parameters is None:
-        # Frozen weights that are quantised are gathered as they are.
-        layer_size = (2 if full else min(2.0, training.weights)) * stage.layer
+        layer_size = (2 if full else min(2.0, training.weights)) * stage.layer  # quantised weights as they are
         ahead = layer_size if shared else 0.0
         at_loss = 2 * stage.ends + ahead
         # The layer, the one gathered ahead, its gradient in bf16 and once more to be reduced, and the head's gradient.

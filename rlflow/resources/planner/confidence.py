@@ -64,9 +64,9 @@ def kind_of(layout: Layout, training: TrainingMemory) -> Kind:
     return Kind.ALONE if training.lora is None else Kind.ADAPTERS_ALONE
 
 
-# The 5th and 95th percentiles of measured over predicted memory in published runs that state their lengths and what they
-# measured, each system predicted without itself and weighted as ten rows at most. Few rows have divided layers, so
-# their band is that of all. ``python -m benchmarks.published`` prints them ("band").
+# The 5th and 95th percentiles of measured over predicted memory in published runs that state their lengths and what
+# they measured, each system predicted without itself and weighted as ten rows at most. Few rows have divided layers,
+# so their band is that of all. ``python -m benchmarks.published`` prints them ("band").
 MEMORY_BANDS: Mapping[Kind, Band] = {
     Kind.ADAPTERS_ALONE: Band(0.77, 1.22),
     Kind.ALONE: Band(0.92, 1.11),
