@@ -39,6 +39,8 @@ def config(name: str, head_dim: int = 16, vocab_size: int = 13) -> Any:
         return transformers.Qwen3MoeConfig(**shared, head_dim=head_dim, num_experts=NUM_EXPERTS, norm_topk_prob=True)
     if name == "mixtral":
         return transformers.MixtralConfig(**shared, num_local_experts=NUM_EXPERTS)
+    if name == "odd_mixtral":
+        return transformers.MixtralConfig(**shared, num_local_experts=5)
     return transformers.DeepseekV3Config(**(shared | LATENT))
 
 

@@ -98,7 +98,8 @@ class FsdpEngine(ShardedEngine):
         for weight in self._trained_weights().values():
             if weight.grad is not None:
                 shards.setdefault(count_copies(weight), []).append(local_values(weight.grad))
-        squares = (torch.nn.utils.get_total_norm(some).double().square() / copies for copies, some in shards.items())
+        norms = ((torch.nn.utils.get_total_norm(gradients), copies) for copies, gradients in shards.items())
+        squares = (norm.double().square() / copies for norm, copies in norms)
         norm = self._sum_over_shards(sum(squares, start=torch.zeros((), device=self._device))).sqrt()
         if torch.isfinite(norm):
             for group in self._optimizer.param_groups:
@@ -173,7 +174,7 @@ class _InDtype:
         return getattr(self.module, name)
 
 
-_TRAINING_MEMORY = replace(TORCH_TRAINING["bfloat16"], weights=4, optimizer=8)
+_TRAINING_MEMORY = replace(TORCH_TRAINING["bfloat16"], weights=4, optimizer=8, gathers_apart=True)
 
 ENGINE = EngineKind(
     engine=FsdpEngine,

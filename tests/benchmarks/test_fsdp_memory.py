@@ -1,16 +1,19 @@
-"""The memory model against torch's own tracker of FSDP2 on fake tensors."""
+"""The memory model against torch's own tracker of FSDP2, and of the FSDP engine, on fake tensors."""
 
 import json
+from dataclasses import fields
 
 import pytest
 
 from benchmarks.fsdp_memory import Config, measure, predicted_gib
+from benchmarks.parallel import memory
 from rlflow.resources.layout import GIB
 from tests.conftest import ROOT
 
 # Torch's tracker takes seconds to import.
 pytestmark = pytest.mark.slow
 
+OF_ENGINE = json.loads((ROOT / "benchmarks" / "parallel" / "memory.json").read_text())
 MEASURED = json.loads((ROOT / "benchmarks" / "fsdp_memory.json").read_text())
 
 
@@ -19,6 +22,20 @@ def test_the_committed_table() -> None:
     for row in MEASURED:
         config = Config(row["model"], row["ranks"], row["tokens"], row["checkpointing"])
         assert predicted_gib(config) == pytest.approx(row["peak_gib"], rel=0.05)
+
+
+def test_the_committed_table_of_the_engine() -> None:
+    """It has replicas, tensor-parallel ranks and groups of ranks that divide experts."""
+    assert len(OF_ENGINE) >= 40
+    for row in OF_ENGINE:
+        config = memory.Config(**{field.name: row[field.name] for field in fields(memory.Config)})
+        assert memory.predicted_gib(config) == pytest.approx(row["peak_gib"], rel=0.05), config
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("config", [memory.CONFIGS[3], memory.CONFIGS[22]], ids=memory.describe)
+def test_a_measurement_of_the_engine(config: memory.Config) -> None:
+    assert memory.predicted_gib(config) == pytest.approx(memory.measure(config).peak.bytes / GIB, rel=0.05)
 
 
 @pytest.mark.soak

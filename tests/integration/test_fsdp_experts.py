@@ -48,6 +48,7 @@ def with_experts(of: EngineSpec, model: Model, size: int) -> EngineSpec:
         ("qwen3_moe", 2, actor(reduces_once=True, gradient_checkpointing=True)),
         ("qwen3_moe", 2, actor(sequence=2)),
         ("mixtral", 2, actor(reduces_once=True)),
+        ("odd_mixtral", 1, actor()),
         ("deepseek_v3", 2, actor()),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
@@ -70,10 +71,12 @@ def test_they_train_on_four_ranks_as_on_one(model_of: Any, name: str) -> None:
             assert_equal_training(of_ranks(four, free_address(), of), of)
 
 
+@pytest.mark.parametrize(("name", "size"), [("qwen3_moe", 2), ("odd_mixtral", 1)])
 def test_checkpoints_and_exports_fit_any_number_of_ranks(
-    two: Sequence[EngineProcess], address: str, model_of: Any, tmp_path: Path
+    two: Sequence[EngineProcess], address: str, model_of: Any, name: str, size: int, tmp_path: Path
 ) -> None:
-    of = with_experts(actor(), model_of("qwen3_moe"), 2)
+    """The ranks have experts of their own, or a part of each."""
+    of = with_experts(actor(), model_of(name), size)
     first, whole = of_ranks(two, address, of), of_ranks(two, address, with_experts(of, of.model, 1))
     alone = plain(of)
     first.update(split(policy_minibatch(0)), [LOSS] * 2)
@@ -109,10 +112,12 @@ def small_slices() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "deepseek_v3"])
-def test_large_layers_leave_in_slices(two: Sequence[EngineProcess], address: str, model_of: Any, name: str) -> None:
+@pytest.mark.parametrize(("name", "size"), [("qwen3_moe", 2), ("mixtral", 2), ("odd_mixtral", 1), ("deepseek_v3", 2)])
+def test_large_layers_leave_in_slices(
+    two: Sequence[EngineProcess], address: str, model_of: Any, name: str, size: int
+) -> None:
     """Experts have the names and the values of the model's file, and the receiver misses none."""
-    of = replace(with_experts(actor(), model_of(name), 2), model=replace(model_of(name), dtype="bfloat16"))
+    of = with_experts(actor(), replace(model_of(name), dtype="bfloat16"), size)
     sent = all_of(two, sliced_weights, of_ranks(two, address, of)._places)[0]
     file = load_file(Path(of.model.path or "") / "model.safetensors")
     experts = {weight for weight in file if ".experts." in weight}

@@ -76,21 +76,26 @@ class _Dispatch:
 
     def __call__(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Return [N, H] from hidden states [N, H], the chosen experts [N, K], and their weights [N, K]."""
-        num_local, top_k = self._experts.num_experts, chosen.shape[1]
+        top_k = chosen.shape[1]
         order = chosen.flatten().argsort(stable=True)
+        sent, received, ids = self._exchange_counts(chosen)
+        tokens = _exchange(hidden[order // top_k], sent, received, self._group)
+        back = _exchange(self._of_experts(tokens, ids), received, sent, self._group)
+        unsorted = torch.empty_like(back).index_copy(0, order, back)
+        combined = (unsorted.view(len(hidden), top_k, -1) * weights[..., None]).sum(1)
+        return combined.to(hidden.dtype)
+
+    def _exchange_counts(self, chosen: Tensor) -> tuple[list[int], list[int], Tensor]:
+        """Return how many tokens each rank gets and sends, and [M], which of this rank's experts each of its M has."""
+        num_local = self._experts.num_experts
         # [R, experts of a rank]: how many tokens each expert gets.
         counts = chosen.flatten().bincount(minlength=num_local * self._size).view(self._size, -1)
         coming = torch.empty_like(counts)
         all_to_all_single(coming, counts, group=self._group)
         # The host waits for the GPU here, once in each layer.
         sent, received = torch.stack([counts.sum(1), coming.sum(1)]).tolist()
-        tokens = _exchange(hidden[order // top_k], sent, received, self._group)
-        local_ids = torch.arange(num_local, device=hidden.device).repeat(self._size)
-        outputs = self._of_experts(tokens, local_ids.repeat_interleave(coming.flatten()))
-        back = _exchange(outputs, received, sent, self._group)
-        unsorted = torch.empty_like(back).index_copy(0, order, back)
-        combined = (unsorted.view(len(hidden), top_k, -1) * weights[..., None]).sum(1)
-        return combined.to(hidden.dtype)
+        local_ids = torch.arange(num_local, device=chosen.device).repeat(self._size)
+        return sent, received, local_ids.repeat_interleave(coming.flatten())
 
     def _of_experts(self, tokens: Tensor, ids: Tensor) -> Tensor:
         """Return [M, H]: what this rank's experts ``ids`` [M] make of the tokens [M, H]."""

@@ -7,17 +7,21 @@ divide the experts of a model among them; the ranks with the same experts then s
 
 import logging
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from rlflow.engines.base import EngineSpec
+from rlflow.engines.sharded.shard_values import local_values
 from rlflow.engines.vision.base import find_family
 from rlflow.errors import EngineError
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Shard
+    from torch.nn import Parameter
     from transformers import PreTrainedModel
 
 
@@ -90,7 +94,9 @@ def shard_model(model: "PreTrainedModel", meshes: Meshes, compute_dtype: "torch.
     for experts in find_experts(model) if meshes.experts is not None else ():
         assert meshes.experts is not None
         divide_experts(experts, meshes.experts, meshes.tensor)
-        fully_shard(experts, mesh=meshes.expert_shards, mp_policy=policy)
+        assert meshes.expert_shards is not None
+        place = _shared_evenly(meshes.expert_shards)
+        fully_shard(experts, mesh=meshes.expert_shards, mp_policy=policy, shard_placement_fn=place)
     whole = {
         weight for name, weight in model.named_parameters() if family is not None and family.part_of(name) != "language"
     }
@@ -98,8 +104,9 @@ def shard_model(model: "PreTrainedModel", meshes: Meshes, compute_dtype: "torch.
     chain: list[Any] = list(decoder_layers(model))
     if head is not None and head.weight is not embeddings.weight:
         chain = [embeddings, *chain, head]
+    place = _shared_evenly(meshes.shards)
     for module in (*chain, model):
-        fully_shard(module, mesh=meshes.shards, mp_policy=policy, ignored_params=whole)
+        fully_shard(module, mesh=meshes.shards, mp_policy=policy, ignored_params=whole, shard_placement_fn=place)
     for module, following in pairwise(chain):
         module.set_modules_to_forward_prefetch([following])
     for module in model.modules():
@@ -107,3 +114,20 @@ def shard_model(model: "PreTrainedModel", meshes: Meshes, compute_dtype: "torch.
             # The default divides by the number of ranks.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _shared_evenly(mesh: "DeviceMesh") -> "Callable[[Parameter], Shard | None]":
+    """Return a function that chooses the dimension along which ranks share a weight.
+
+    That is the first, or the inputs of each expert where ranks would have uneven numbers of experts, or none.
+    """
+    from torch.distributed.tensor import Shard
+
+    ranks = mesh.size(mesh.ndim - 1)
+
+    def choose(weight: "Parameter") -> "Shard | None":
+        count, *widths = local_values(weight).shape
+        is_uneven = len(widths) == 2 and count % ranks > 0
+        return Shard(2) if is_uneven and widths[1] % ranks == 0 else None
+
+    return choose

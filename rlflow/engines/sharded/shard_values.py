@@ -53,7 +53,7 @@ def row_slices(weight: "Tensor", dtype: "torch.dtype", max_bytes: int) -> "Itera
     mesh, placements, values = weight.device_mesh, weight.placements, local_values(weight.detach())
     here = mesh.get_coordinate()
     assert here is not None
-    columns = [dim for dim, place in enumerate(placements) if place.is_shard(1)]
+    columns = {dim: cut for dim, place in enumerate(placements) for cut in (1, 2) if place.is_shard(cut)}
     rows = [dim for dim, place in enumerate(placements) if not place.is_replicate() and dim not in columns]
     max_rows = max(1, max_bytes // (prod(weight.shape[1:]) * dtype.itemsize))
     shards = []
@@ -71,18 +71,18 @@ def row_slices(weight: "Tensor", dtype: "torch.dtype", max_bytes: int) -> "Itera
             for dim in rows:
                 if all(owner[later] == here[later] for later in rows if later > dim):
                     broadcast(part, group=mesh.get_group(dim), group_src=owner[dim])
-            for dim in columns:
-                part = _join_columns(part, mesh.get_group(dim))
+            for dim, cut in columns.items():
+                part = _join_columns(part, mesh.get_group(dim), cut)
             yield start + first, part
 
 
-def _join_columns(part: "Tensor", group: "ProcessGroup") -> "Tensor":
+def _join_columns(part: "Tensor", group: "ProcessGroup", dim: int) -> "Tensor":
     import torch
     from torch.distributed import all_gather, get_world_size
 
     parts = [torch.empty_like(part) for _ in range(get_world_size(group))]
     all_gather(parts, part.contiguous(), group=group)
-    return torch.cat(parts, dim=1)
+    return torch.cat(parts, dim=dim)
 
 
 def cut_weight(module: Any, name: str, mesh: "DeviceMesh", dim: int) -> None:

@@ -78,7 +78,7 @@ def _by_rows(weight: Any) -> tuple[Any, ...]:
     """Return the placements of a weight's rows among the ranks that have parts of its rows or columns."""
     from torch.distributed.tensor import Shard
 
-    return tuple(Shard(0) if place == Shard(1) else place for place in weight.placements)
+    return tuple(Shard(0) if place in (Shard(1), Shard(2)) else place for place in weight.placements)
 
 
 def _is_first(mesh: Any) -> bool:

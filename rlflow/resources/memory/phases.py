@@ -5,10 +5,12 @@ micro-batch, before sequence parallelism divides it.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 from rlflow.resources.layout import GIB, Layout
+from rlflow.resources.memory.activations import copied_bytes, layer_bytes
 from rlflow.resources.memory.allocator import Allocator, allocator_of
+from rlflow.resources.memory.gathered import are_ends_apart, gathered_bytes
 from rlflow.resources.memory.images import encoding_bytes
 from rlflow.resources.memory.overheads import NO_SHARP, Sharp, graphs_gib, process_terms
 from rlflow.resources.memory.state import (
@@ -16,7 +18,6 @@ from rlflow.resources.memory.state import (
     Stage,
     TrainingMemory,
     frozen_encoder_parameters,
-    layer_bytes,
     persistent_buffers,
     pipeline_stages,
     sharded_parameters,
@@ -121,47 +122,38 @@ def _moments(
     encoding, encoded = encoding_bytes(model, layout, training)
     saved_activations += encoded
     logits = per_rank * model.num_outputs / layout.tensor_parallel_size if stage.head else 0.0
-    full = training.lora is None
-    trained = 1.0 if full else 0.0
+    trained = 1.0 if training.lora is None else 0.0
+    are_apart = are_ends_apart(training, stage)
     loss, output = training.logits * logits, min(2.0, training.logits) * logits
     if training.fused_loss:
         # Chunks have as many tokens as make their logits as large as the hidden states (Liger's FLCE).
         loss, output = training.logits * per_rank * model.hidden_size, 0.0
     elif logits > training.logits_at_once:
         # The gradients of the hidden states and of the head are accumulated chunk by chunk.
-        accumulated = 4 * per_rank * model.hidden_size + trained * training.weights * stage.head
+        accumulated = 4 * per_rank * model.hidden_size
+        if not are_apart:
+            accumulated += trained * training.weights * stage.head
         loss, output = training.logits * training.logits_at_once + accumulated, 0.0
     whole = stage.dense + stage.experts
     zero = layout.zero_stage or 0
-    shared = layout.num_shards > 1
-    if zero == 3 and training.live_parameters is None:
-        layer_size = (2 if full else min(2.0, training.weights)) * stage.layer  # quantised weights as they are
-        ahead = layer_size if shared else 0.0
-        at_loss = 2 * stage.ends + ahead
-        # The layer, the one gathered ahead, its gradient in bf16 and once more to be reduced, and the head's gradient.
-        reducing = 2 + training.gradients
-        in_layers = 2 * stage.ends + layer_size + ahead + trained * (reducing * stage.layer + 2 * stage.head)
-        at_ends = trained * reducing * stage.ends
-    elif zero == 3:
-        largest = 2 * max(stage.head, stage.ends - stage.head, 2 * stage.layer)
-        live = 2 * min(whole, training.live_parameters or 0)
-        at_loss = in_layers = at_ends = max(largest, live)
-        in_layers += trained * training.weights * stage.layer
-        at_ends += trained * training.weights * max(stage.head, stage.ends - stage.head)
-    else:
-        at_loss = in_layers = at_ends = 0.0
-        if zero == 0 and shared and training.bucket_elements:
-            # DistributedDataParallel's buckets are a copy of the gradients.
-            at_loss = in_layers = at_ends = trained * training.gradients * whole
+    copies = copied_bytes(model, layout, training, per_rank)
+    gathered = gathered_bytes(layout, training, stage, copies)
     reduced = trained * training.reduce_bytes[zero] * _reduced_at_once(training, stage, zero)
-    at_loss, in_layers, at_ends = (size + reduced for size in (at_loss, in_layers, at_ends))
-    computed = stage.ends / whole
+    at_loss, in_last, in_layers, at_ends = (size + reduced for size in astuple(gathered))
+    # The shares of the gradients that there are after the head, after all layers, and at the end.
+    held = layout.num_shards * sharded_parameters(layout, stage) if training.gathers_apart else whole
+    after_layers = 1 - (stage.ends - stage.head if are_apart else stage.ends) / held
+    after_head, at_end = (stage.head / held, 1.0) if are_apart else (0.0, after_layers)
     last_norm = per_rank * 8 * model.hidden_size if stage.head else 0.0
-    yield Moment(0.0, {"activations": saved_activations + last_norm, "logits": loss, "gathered": at_loss})
-    yield Moment(0.0, {"activations": saved_activations + first_gradients, "logits": output, "gathered": in_layers})
-    yield Moment(1 - computed, {"activations": saved + layer + encoded, "logits": output, "gathered": in_layers})
-    yield Moment(encoded and 1 - computed, {"activations": encoding + encoded, "logits": 0.0, "gathered": at_ends})
-    yield Moment(1 - computed, {"activations": 0.0, "logits": output, "gathered": at_ends})
+    yield Moment(after_head, {"activations": saved_activations + last_norm, "logits": loss, "gathered": at_loss})
+    yield Moment(
+        after_head, {"activations": saved_activations + first_gradients, "logits": output, "gathered": in_last}
+    )
+    # Where experts are apart, the first layer has the most before it has gradients.
+    in_first = after_layers - (1 - stage.ends / held) / stage.num_layers * bool(copies)
+    yield Moment(in_first, {"activations": saved + layer + encoded, "logits": output, "gathered": in_layers})
+    yield Moment(encoded and after_layers, {"activations": encoding + encoded, "logits": 0.0, "gathered": at_ends})
+    yield Moment(at_end, {"activations": 0.0, "logits": output, "gathered": at_ends})
     if layout.offload in (None, "none"):
         nothing = {"activations": 0.0, "logits": 0.0, "gathered": 0.0}
         yield Moment(1.0, nothing | {"step": _step_bytes(model, layout, training, stage)})

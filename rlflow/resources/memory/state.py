@@ -1,7 +1,4 @@
-"""The state of a trained model: how a library keeps weights, gradients and optimizer, and what one GPU holds of it.
-
-Activations are those of flash attention in bf16.
-"""
+"""The state of a trained model: how a library keeps weights, gradients and optimizer, and what one GPU holds of it."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -9,69 +6,7 @@ from math import ceil
 
 from rlflow.resources.layout import GIB, Layout
 from rlflow.resources.models.architecture import Architecture
-from rlflow.resources.models.figures import Recurrent
-from rlflow.resources.models.layers import LayerKind, traits_of
-from rlflow.resources.models.lora import Lora, adapter_inputs, adapter_parameters
-
-
-@dataclass(frozen=True)
-class LayerActivations:
-    """Bytes that the backward pass needs of one token in one layer."""
-
-    whole: float
-    """Values of the hidden state's width: every tensor-parallel rank has all of them, unless its norms are sharded
-    too."""
-    split: float
-    """Values of the heads' and the MLP's width, which tensor parallelism divides."""
-
-
-def layer_activations(model: Architecture, kind: LayerKind, *, fused: bool) -> LayerActivations:
-    """Return a layer's activations after Korthikanti et al. 2022, section 4.1, for gated MLPs and grouped queries.
-
-    ``fused``: the kernels of Transformer Engine and Megatron. Otherwise the operations of transformers one by one;
-    these are exactly the tensors that torch's tracker counts for Qwen2 (benchmarks/fsdp_memory.py). There is no
-    dropout.
-    """
-    hidden, queries, output, keys = model.hidden_size, kind.queries, kind.output, kind.keys
-    split: float = 0.0
-    if kind.recurrent is not None:
-        split += _recurrent_activations(kind.recurrent, fused=fused)
-    elif queries:
-        # Query, keys, values and output of the attention; its log-sum-exp.
-        split += 2 * (queries + keys + output) + 4 * model.num_attention_heads
-        # The gate, and its product with the output.
-        split += 4 * kind.gate
-    if fused:
-        # A norm's input and output; of the MLP gate, up and their product.
-        whole = kind.num_norms * 4 * hidden
-        split += 6 * kind.mlp_width
-    else:
-        # A norm's input in fp32, what it is normalised to, and its output; the activation of the gate besides.
-        whole = kind.num_norms * 8 * hidden
-        split += 8 * kind.mlp_width
-        if queries and traits_of(model).head_norms:
-            split += 6 * (queries + keys / 2)
-    if kind.sparse and model.num_experts_per_tok:
-        # The token is copied for each of its experts, and each gives its output.
-        whole += 4 * (model.moe_latent_size or hidden) * model.num_experts_per_tok
-    return LayerActivations(whole, split)
-
-
-def _recurrent_activations(recurrent: Recurrent, *, fused: bool) -> float:
-    """Return the bytes that the kernels of flash-linear-attention and mamba-ssm save of one token for the backward.
-
-    These are what the input is projected to, the convolved part of it with keys repeated for each head of values, and
-    the output before and after its gated norm.
-    """
-    values, keys = recurrent.value_width, recurrent.num_heads * recurrent.key_head_dim
-    if not recurrent.num_key_heads:
-        return 2.0 * (recurrent.projected_width + 2 * values)
-    # Mamba's heads share the keys of a group, and its kernel computes the convolution again.
-    keys = keys if recurrent.num_key_heads > recurrent.num_heads // 4 else recurrent.key_width
-    saved = 2.0 * (recurrent.projected_width + 2 * keys + 3 * values)
-    # Without a fused kernel the norm of the output is computed in fp32.
-    return saved if fused else saved + 8 * values
-
+from rlflow.resources.models.lora import Lora, adapter_parameters
 
 Terms = Mapping[str, float]
 """GiB by name."""
@@ -116,6 +51,9 @@ class TrainingMemory:
     live_parameters: float | None = None
     """Parameters that ZeRO stage 3 gathers at a time. None: as FSDP, a layer and the next one; embedding and head
     always."""
+    gathers_apart: bool = False
+    """Embedding and head are gathered one by one and only while they compute, unless they are tied. So are experts that
+    are spread over GPUs."""
     bucket_elements: float = 0
     """Gradients that are reduced together. A larger tensor is reduced by itself."""
     reduce_bytes: tuple[float, float, float, float] = (0, 2, 2, 0)
@@ -145,6 +83,8 @@ class Stage:
     """The output head; 0 where the stage computes no logits."""
     layer: float
     """The largest layer."""
+    experts_layer: float
+    """The experts of a layer; included in ``layer``."""
 
 
 def pipeline_stages(model: Architecture, layout: Layout) -> Iterator[Stage]:
@@ -173,6 +113,7 @@ def pipeline_stages(model: Architecture, layout: Layout) -> Iterator[Stage]:
             ends=ends,
             head=output if last else 0,
             layer=max(dense_layer + (expert_layer if sparse else 0), 0),
+            experts_layer=expert_layer if sparse else 0,
         )
 
 
@@ -255,38 +196,3 @@ def sharded_parameters(layout: Layout, stage: Stage) -> float:
 def total_gib(terms: Terms) -> float:
     """Return the sum of all terms."""
     return sum(terms.values())
-
-
-def layer_bytes(model: Architecture, layout: Layout, training: TrainingMemory, tokens: float) -> tuple[float, float]:
-    """Return a layer's bytes while its gradients are computed, and the bytes saved for it until then.
-
-    With gradient checkpointing these are those of a layer that is recomputed.
-    """
-    tensor = layout.tensor_parallel_size
-    around = tensor if training.shards_norms else 1
-    layers = []
-    for kind in model.layer_kinds:
-        bytes_ = layer_activations(model, kind, fused=training.fused_layers)
-        everything = tokens * (bytes_.whole / around + bytes_.split / tensor)
-        if training.lora is not None:
-            inputs = adapter_inputs(model, training.lora, kind)
-            everything += tokens * training.adapter_inputs * inputs / tensor
-        # The gradient that goes through the MLP's product, or through the states of a recurrence.
-        gradient = tokens * 2 * max(kind.mlp_width, 4 * kind.output if kind.recurrent else 0) / tensor
-        layers.append((kind.count, everything, gradient))
-    if layout.gradient_checkpointing:
-        largest = max(everything + gradient for _, everything, gradient in layers)
-        saved = tokens * 2 * model.hidden_size / around / training.layers_per_checkpoint
-        return _recomputed_at_once(layout, training) * largest, saved
-    mean = sum(count * everything for count, everything, _ in layers) / model.num_hidden_layers
-    return max(gradient for _, _, gradient in layers), mean
-
-
-def _recomputed_at_once(layout: Layout, training: TrainingMemory) -> int:
-    """Return how many layers are recomputed at a time with checkpointing.
-
-    FSDP with frozen weights has two: 4096 tokens more take 3.0 GiB for Mistral 7B with adapters on 2 or 4 GPUs and 2.1
-    on one, of which the inputs of all layers are 1.0 (fms-acceleration). prime-rl's benchmarks agree.
-    """
-    is_fsdp = layout.zero_stage == 3 and training.live_parameters is None and layout.num_shards > 1
-    return max(2 if is_fsdp and training.lora is not None else 1, training.layers_per_checkpoint)

@@ -24,7 +24,8 @@ from rlflow.nodes.policy_loss import LikelihoodLoss
 from rlflow.nodes.policy_update import PolicyUpdate
 from rlflow.recipe import Model, Optimizer
 from rlflow.resources.layout import Layout
-from rlflow.resources.memory.state import MIXED_PRECISION, layer_bytes
+from rlflow.resources.memory.activations import layer_bytes
+from rlflow.resources.memory.state import MIXED_PRECISION
 from tests.helpers import ARCHITECTURE, MODEL, minibatch, prompts, sequences, spec
 
 

@@ -8,6 +8,7 @@ from omegaconf import OmegaConf
 from benchmarks.published.libraries import DEEPSPEED, FSDP2, MEGATRON
 from rlflow.engines.sharded.settings import TRAINING_MEMORY
 from rlflow.resources.layout import GIB, Layout
+from rlflow.resources.memory.activations import layer_activations
 from rlflow.resources.memory.allocator import ALONE, SHARDED, Allocator, allocator_of
 from rlflow.resources.memory.overheads import (
     CONTEXT_GIB,
@@ -27,7 +28,7 @@ from rlflow.resources.memory.phases import (
     update_terms,
     usable_gib,
 )
-from rlflow.resources.memory.state import TrainingMemory, layer_activations, pipeline_stages, state_terms, total_gib
+from rlflow.resources.memory.state import TrainingMemory, pipeline_stages, state_terms, total_gib
 from rlflow.resources.models.architecture import Architecture
 from rlflow.resources.models.lora import Lora, adapter_parameters, reserved_rank
 from rlflow.resources.planner.confidence import MEMORY_BANDS, Kind

@@ -7,8 +7,9 @@ import pytest
 
 from rlflow.errors import RecipeError
 from rlflow.resources.layout import GIB, Layout
+from rlflow.resources.memory.activations import layer_activations
 from rlflow.resources.memory.phases import generate_memory, update_terms
-from rlflow.resources.memory.state import TrainingMemory, layer_activations, state_terms
+from rlflow.resources.memory.state import TrainingMemory, state_terms
 from rlflow.resources.models.architecture import Architecture, check
 from rlflow.resources.models.config import architecture_from_config
 from rlflow.resources.models.lora import Lora, adapter_parameters
