@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import cache
+from math import inf
 from pathlib import Path
 from select import select
 from time import time
@@ -284,6 +285,8 @@ class Trial:
             }
         for name, value in changes.items():
             stack.enter_context(patch(f"rlflow.runtime.ray.{name}", value))
+        # No model gives the logprobs of scripted responses.
+        stack.enter_context(patch("rlflow.runtime.agreement.MAX_DIFFERENCE", inf))
         DRIVER.append(Faults(self.notes))
         return DRIVER[-1]
 
