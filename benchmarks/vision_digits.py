@@ -20,6 +20,7 @@ from unittest.mock import patch
 import rlflow
 from benchmarks.reporting import Goal, finish
 from rlflow.compiler.plan import Plan
+from rlflow.report.records import MetricsWriter
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.run import run
 
@@ -40,7 +41,7 @@ def read_digits(seed: int) -> tuple[float, float, float]:
     """Return the shares of digits that are read after a run, the second with exchanged images, and the seconds."""
     start = time.perf_counter()
     with TemporaryDirectory() as folder, patch.dict(os.environ, RLFLOW_CACHE=str(Path(folder) / "cache")):
-        run(plan_of(seed), Path(folder) / "run", LocalRuntime())
+        run(plan_of(seed), Path(folder) / "run", LocalRuntime(), [MetricsWriter()])
         seconds = time.perf_counter() - start
         metrics = json.loads((Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     shares = metrics["evaluation/reward"], metrics["evaluation/exchanged/reward"]
