@@ -113,6 +113,7 @@ class GraphRunner:
                             streams |= dict.fromkeys(
                                 (follower.name for follower in followers), running.enter_context(stream)
                             )
+                            # Engines that cannot stream give it nothing, and its nodes run once all is generated.
                             subscriptions.enter_context(engines.stream_to(stream, str(node.role)))
                             subscriptions.callback(stream.end)
                         output, seconds[node.name] = self._run_timed(node, edges)
