@@ -54,7 +54,7 @@ def test_the_figures_are_those_of_the_plan(plan: Plan) -> None:
         assert sum(len(gpus) for gpus in of_role["workers"].values()) == len(bundles)
     for shown_one, written_one in zip(figures["alternatives"], written["alternatives"], strict=True):
         assert shown_one.items() >= written_one.items()
-    assert [pool["gpus"] for pool in figures["pools"]] == [8, 7]
+    assert [pool["gpus"] for pool in figures["pools"]] == [15]
     assert {node["name"]: node["role"] for node in figures["nodes"]}["actor->rollout"] == "rollout"
 
 
@@ -114,7 +114,7 @@ def test_long_times_are_in_minutes_hours_or_days(seconds: tuple[float, float, fl
 
 @pytest.mark.slow
 def test_sizes_that_are_tight_say_why() -> None:
-    sizes = page_figures(rlflow.compile(load("recipe=grpo_7b"), "2x8+1x4@l40s"))["sizes"]
+    sizes = page_figures(rlflow.compile(load("recipe=ppo_7b"), "2x8@l40s"))["sizes"]
     tight = [point["reason"] for point in sizes["points"] if point["summary"].get("verdict") == "TIGHT"]
     assert tight
     assert all(
