@@ -50,7 +50,7 @@ def test_the_work_of_a_step(name: str, kinds: list[str]) -> None:
             "rm_7b",
             "roles.reward.engine=transformers",
             "roles.reward.engine: 'transformers' cannot do what graph.update needs, Evaluates and Trains; "
-            "it can Follows, Generates, Scores.\n"
+            "it can Follows, Generates, Scores, ScoresTop.\n"
             "  Known: deepspeed, fake, fsdp, torch.\n  Fix: one of the known engines.",
         ),
         (

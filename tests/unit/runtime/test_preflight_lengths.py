@@ -54,7 +54,7 @@ def check_pair(chosen: int, rejected: int, *overrides: str) -> None:
     plan = rlflow.compile(load("recipe=dpo_tiny", *overrides), "local")
     ids = [Packed.from_rows([np.ones(2), np.ones(length)], np.int32) for length in (10, chosen, rejected)]
     source = replace(plan.recipe.data, source="additions")
-    check_examples(plan, DataSource(source, 0, [{}, {}], ids[0], ids[1], {}, ids[2]))
+    check_examples(plan, DataSource(source, 0, [{}, {}], ids[0], ids[1], {}, rejected_ids=ids[2]))
 
 
 def test_a_pair() -> None:
@@ -78,4 +78,4 @@ def test_a_pair_that_is_held_out() -> None:
     held_out = make_pairs(np.zeros((1, 3), np.int64), ids, ids, Packed.from_rows([np.ones(31)], np.int32))
     source = replace(plan.recipe.data, source="additions")
     with pytest.raises(RecipeError, match=r"data\.eval_split: the longer sequence of row 0 of 'test' of 'addi"):
-        check_examples(plan, DataSource(source, 0, [{}], ids, ids, {"": held_out}, ids))
+        check_examples(plan, DataSource(source, 0, [{}], ids, ids, {"": held_out}, rejected_ids=ids))

@@ -42,14 +42,14 @@ def test_a_pass_has_room_for_the_longest_prompt_and_the_expected_images() -> Non
     )
 
 
-def test_a_trained_tower_leaves_less_room_and_what_does_not_apply_is_refused() -> None:
-    pinned = ["roles.actor.micro_batch_patches=100000", "roles.actor.gradient_checkpointing=false"]
+def test_a_trained_tower_takes_memory_and_what_does_not_apply_is_refused() -> None:
+    pinned = ["gpus=8", "micro_batch_tokens=4096", "micro_batch_patches=40000", "gradient_checkpointing=false"]
+    pins = [f"roles.actor.{pin}" for pin in (*pinned, "sequence_parallel_size=1")]
     frozen, trained = (
-        rlflow.compile(load("recipe=grpo_internvl_8b", *pinned, f"roles.actor.train={train}"), "2x8").roles["actor"]
+        rlflow.compile(load("recipe=grpo_internvl_8b", *pins, f"roles.actor.train={train}"), "2x8").prediction.memory
         for train in ("language", "all")
     )
-    assert trained.layout.micro_batch_patches == 100_000
-    assert trained.layout.micro_batch_tokens < frozen.layout.micro_batch_tokens
+    assert trained["actor"].phases["update"]["activations"] > frozen["actor"].phases["update"]["activations"]
     tensor_parallel = load("recipe=grpo_internvl_8b", "roles.actor.engine=fsdp", "roles.actor.tensor_parallel_size=2")
     with pytest.raises(PlacementError, match="2 GPUs cannot divide a model that sees images"):
         rlflow.compile(tensor_parallel, "2x8")

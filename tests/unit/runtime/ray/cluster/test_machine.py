@@ -69,7 +69,7 @@ class TestSlices:
 
 def role_workers() -> tuple[RoleWorkers, Worker]:
     """Return a role's workers on a simulated host whose GPUs have their numbers in reverse, and the first of them."""
-    plan = rlflow.compile(load("recipe=grpo_7b"), "1x8")
+    plan = rlflow.compile(load("recipe=grpo_7b", "roles.rollout.tensor_parallel_size=1"), "1x8")
     bundles = plan.roles["rollout"].bundles
     placed = BoundPlan(
         group=Mock(bundle_count=len(bundles)),
