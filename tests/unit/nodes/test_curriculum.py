@@ -42,6 +42,16 @@ def test_rows_are_drawn_in_proportion_to_the_variance_of_their_reward() -> None:
     np.testing.assert_allclose(counts[:4], expected[:4], atol=0.006)
 
 
+@pytest.mark.parametrize("target", [0.2, 0.8])
+def test_rows_at_the_target_are_drawn_most_often(target: float) -> None:
+    success = np.linspace(0.06, 0.94, 89)
+    difficulty = order(target=target, explore=0.0)
+    difficulty.load_state(
+        {"levels": [0, 0], "known": list(range(89)), "rows": np.log(success / (1 - success)).tolist()}
+    )
+    assert success[difficulty.shares[:89].argmax()] == pytest.approx(target)
+
+
 def test_no_row_repeats_in_a_step_before_all_have_been_drawn() -> None:
     difficulty, other = order(explore=0), order(explore=0, seed=1)
     difficulty.load_state({"levels": [-9, 0], "known": [], "rows": []})

@@ -9,14 +9,16 @@ import pytest
 import torch
 
 from rlflow.batch import Packed, Sequences
+from rlflow.engines.base import Sampling
 from rlflow.engines.causal_lm.compilation import checkpoint_layers
+from rlflow.engines.causal_lm.decoding import decode
 from rlflow.engines.causal_lm.pretrained import load_model
 from rlflow.engines.causal_lm.routing import Routers
 from rlflow.engines.causal_lm.token_outputs import token_scores
 from rlflow.errors import EngineError
 from rlflow.recipe import Model
 from tests.expert_models import random_routing, save_model
-from tests.helpers import sequences, spec
+from tests.helpers import prompts, sequences, spec
 
 GIVEN = sequences([5, 2, 4], [[4, 3, 1], [2], [1, 6]])
 NAMES = pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "deepseek_v3"])
@@ -68,6 +70,19 @@ def test_its_own_choice_changes_neither_results_nor_gradients(load: Load, name: 
         assert all(torch.equal(one, other) for one, other in zip(gradients, same, strict=True))
     named = zip(dict(model.named_parameters()), gradients, strict=True)
     assert all(float(value.norm()) > 1e-4 for weight, value in named if weight.endswith("gate.weight"))
+
+
+@NAMES
+def test_the_experts_of_generated_tokens_are_those_of_one_pass_over_them(load: Load, name: str) -> None:
+    model, routers = load(name)
+    given, sampling = prompts((3, 5)).repeat(2), Sampling(max_tokens=6, group_size=2)
+    new = decode(model, prompts((3, 5)), sampling, range(4), end_ids=[1, 2, 3], routers=routers)
+    assert new.routing is not None
+    assert len({len(ids) for ids in new.ids}) > 1, "responses of several lengths"
+    whole = Sequences(keys=given.keys, prompt_ids=given.ids, response_ids=Packed.from_rows(new.ids, np.int32))
+    experts, _ = recorded(model, routers, whole)
+    for row, routing in enumerate(new.routing):
+        np.testing.assert_array_equal(routing, experts[row])
 
 
 @NAMES
