@@ -23,7 +23,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -261,12 +261,17 @@ def main() -> int:
         if arguments.table is not None:  # after each, since all of them take minutes
             arguments.table.write_text("[\n" + ",\n".join(lines) + "\n]\n")
     Console(width=120).print(table)
+    return finish_errors("fsdp_memory", errors, 24, arguments.json)
+
+
+def finish_errors(name: str, errors: Sequence[float], least: int, file: Path | None) -> int:
+    """Report the relative errors of at ``least`` so many predictions; return the exit code."""
     figures = {"memory_error_max": max(errors), "configurations": len(errors)}
     goals = {
         "memory_error_max": Goal("at most 0.05", max(errors) <= 0.05),
-        "configurations": Goal("at least 24", len(errors) >= 24),
+        "configurations": Goal(f"at least {least}", len(errors) >= least),
     }
-    return finish("fsdp_memory", figures, goals, arguments.json)
+    return finish(name, figures, goals, file)
 
 
 if __name__ == "__main__":

@@ -29,9 +29,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.fsdp_memory import PHASES, UNSEEN, Measured, Tracker, written
+from benchmarks.fsdp_memory import PHASES, UNSEEN, Measured, Tracker, finish_errors, written
 from benchmarks.parallel.cases import spec_of
-from benchmarks.reporting import Goal, finish
 from rlflow.engines.causal_lm import output_layer
 from rlflow.engines.causal_lm.compilation import checkpoint_layers
 from rlflow.engines.fsdp import ENGINE
@@ -253,12 +252,7 @@ def main() -> int:
         if arguments.table is not None:  # after each, since all of them take minutes
             arguments.table.write_text("[\n" + ",\n".join(lines) + "\n]\n")
     Console(width=120).print(table)
-    figures = {"memory_error_max": max(errors), "configurations": len(errors)}
-    goals = {
-        "memory_error_max": Goal("at most 0.05", max(errors) <= 0.05),
-        "configurations": Goal("at least 40", len(errors) >= 40),
-    }
-    return finish("parallel.memory", figures, goals, arguments.json)
+    return finish_errors("parallel.memory", errors, 40, arguments.json)
 
 
 def describe(config: Config) -> str:

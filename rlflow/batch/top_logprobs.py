@@ -43,8 +43,8 @@ def find_words(columns: Mapping[str, Packed]) -> NDArray[np.int32] | None:
     return numbers[:, : numbers.shape[1] // 2]
 
 
-def numbers_of(values: NDArray[Any]) -> NDArray[Any]:
-    """Return the logprobs of words [T, K] from records; values of another column as they are."""
+def loss_values(values: NDArray[Any]) -> NDArray[Any]:
+    """Return what a loss reads of a column: the logprobs [T, K] of records, or other values as they are."""
     if values.dtype.kind != "V":
         return values
     numbers: NDArray[np.float32] = np.ascontiguousarray(values).view(np.float32).reshape(len(values), -1)

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from rlflow.data.messages import Message, is_conversation, with_instructions
+from rlflow.data.messages import Message, as_conversation, with_instructions
 from rlflow.errors import first_line
 from rlflow.recipe import Data
 from rlflow.system.processes import limit_memory
@@ -54,14 +54,18 @@ def format_chat(
     adapt: Callable[[list[Message]], list[Message]] = list,
 ) -> str:
     """Apply the chat template to a conversation, or to a text; ``adapt`` brings messages into the template's form."""
-    conversation = prompt if is_conversation(prompt) else [{"role": "user", "content": str(prompt)}]
-    messages = adapt(with_instructions(conversation, data.system_prompt))
+    messages = adapt(with_instructions(as_conversation(prompt), data.system_prompt))
     options = data.template_options
     return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options))
 
 
-def render_all(render: Callable[[Any], str], conversations: Sequence[Any]) -> list[str]:
-    """Return the text of each conversation. Raises TemplateError, whose message continues a sentence."""
+def render_all(
+    render: Callable[[Any], str], conversations: Sequence[Any], rows: Sequence[int] | None = None
+) -> list[str]:
+    """Return the text of each conversation. Raises TemplateError, whose message continues a sentence.
+
+    ``rows`` are the rows of the data that they come from; by default each has one.
+    """
     ours, theirs = socket.socketpair()
     child = os.fork()
     if child == 0:
@@ -71,7 +75,7 @@ def render_all(render: Callable[[Any], str], conversations: Sequence[Any]) -> li
     try:
         ours.settimeout(SECONDS)
         with ours, ours.makefile("rb") as answers:
-            return [_read(answers, row) for row in range(len(conversations))]
+            return [_read(answers, row) for row in rows or range(len(conversations))]
     finally:
         with suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL)

@@ -30,6 +30,11 @@ def is_conversation(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(m, Mapping) and "role" in m for m in value)
 
 
+def as_conversation(prompt: Any) -> Sequence[Message]:
+    """Return a prompt as messages: a text is one of the user."""
+    return prompt if is_conversation(prompt) else [{"role": "user", "content": str(prompt)}]
+
+
 def split_answers(rows: Sequence[Row], train_on: Literal["last", "all"] = "last") -> Sequence[Row]:
     """Return the rows with prompts that end before the assistant's last turn, or with ``all`` before its first.
 

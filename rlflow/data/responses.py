@@ -8,7 +8,7 @@ import numpy as np
 
 from rlflow.batch import Packed
 from rlflow.data.chat_template import TemplateError, format_chat, render_all
-from rlflow.data.messages import Message, is_conversation, response_text
+from rlflow.data.messages import Message, as_conversation, is_conversation, response_text
 from rlflow.data.mistakes import Rows, column_of, converted_errors, fix_for_texts, row_error
 from rlflow.errors import RecipeError
 from rlflow.recipe import Data
@@ -59,7 +59,7 @@ def encode_turns(data: Data, tokenizer: "PreTrainedTokenizerBase", rows: Rows) -
 def _assistant_turns(data: Data, rows: Rows) -> Iterator[_Turn]:
     columns = (column_of(data, rows, name) for name in ("prompt", "response"))
     for row, (prompt, response) in enumerate(zip(*columns, strict=True)):
-        first = prompt if is_conversation(prompt) else [{"role": "user", "content": str(prompt)}]
+        first = as_conversation(prompt)
         rest = response if is_conversation(response) else [{"role": "assistant", "content": response}]
         messages = [*first, *rest]
         for place in range(len(first), len(messages)):
@@ -75,7 +75,8 @@ def _texts_before(data: Data, tokenizer: "PreTrainedTokenizerBase", turns: Seque
     later = [number for number in range(1, len(turns)) if turns[number].row == turns[number - 1].row]
     prefixes = {place: turns[place].before for number in later for place in (number - 1, number)}
     try:
-        rendered = render_all(lambda prefix: format_chat(data, tokenizer, prefix), list(prefixes.values()))
+        rows = [turns[place].row for place in prefixes]
+        rendered = render_all(lambda prefix: format_chat(data, tokenizer, prefix), list(prefixes.values()), rows)
     except TemplateError as error:
         fact = f"the tokenizer's chat template {error} of '{data.source}'"
         raise RecipeError("data.source", fact, fix=fix_for_texts(data)) from None

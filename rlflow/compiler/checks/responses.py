@@ -44,7 +44,8 @@ def _origins(name: str, nodes: Mapping[str, GraphNode]) -> frozenset[str]:
     output = nodes[name].operation.output() if name in nodes else SOURCES[name]
     if not issubclass(output, _PER_RESPONSE):
         return frozenset()
-    if name not in nodes or nodes[name].operation.sampling or issubclass(output, Pairs):  # whose rows are its own
+    # A node that makes pairs has rows of its own, as one that samples.
+    if name not in nodes or nodes[name].operation.sampling or issubclass(output, Pairs):
         return frozenset({name})
     node = nodes[name]
     read = node.inputs.keys() - node.operation.other_responses

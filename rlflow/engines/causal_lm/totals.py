@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlflow.batch import Minibatch, describe_samples
-from rlflow.batch.top_logprobs import numbers_of
+from rlflow.batch.top_logprobs import loss_values
 from rlflow.engines.base import TokenLoss
 from rlflow.engines.causal_lm.host_arrays import to_device
 from rlflow.errors import EngineError, NotFiniteError
@@ -61,7 +61,7 @@ class LossTotals:
             tokens, rows = weighted, np.unique(rows[weighted], return_inverse=True)[1]
             places = to_device(weighted, self._device)
             outputs, more_columns = outputs[places], {name: column[places] for name, column in more_columns.items()}
-        arrays = {name: numbers_of(column.values[tokens]) for name, column in part.columns.items()}
+        arrays = {name: loss_values(column.values[tokens]) for name, column in part.columns.items()}
         given = {name: to_device(array, self._device) for name, array in arrays.items()}
         columns = {**given, **more_columns, "rows": to_device(rows, self._device)}
         weights = to_device(part.weights.values[tokens], self._device)

@@ -45,7 +45,7 @@ class ExpectedWeights:
     required: frozenset[str]
     """The names that it must bring: not those of tied weights, and not those of parts that stay as they are."""
     experts: "Mapping[str, Mapping[str, Tensor]]"
-    """By weight, the parts of it that may come in its place: views of the experts, by their names in files."""
+    """The experts that may come in place of a weight, by its name: views of it by their names in files."""
 
     @classmethod
     def of(cls, config: Any, spec: EngineSpec) -> "ExpectedWeights":
@@ -74,7 +74,7 @@ class ExpectedWeights:
         for name, tensor in state.items():
             is_large = tensor.numel() * itemsize > LARGEST_BYTES
             if is_large and (names := names_in_files(model, name, tensor)):
-                experts[name] = dict(split_experts(names, 0, tensor))
+                experts[transfer_name(name)] = dict(split_experts(names, 0, tensor))
         return cls(shapes, frozenset(map(transfer_name, required)), experts)
 
     @property

@@ -149,7 +149,7 @@ def _moments(
     yield Moment(
         after_head, {"activations": saved_activations + first_gradients, "logits": output, "gathered": in_last}
     )
-    # Where experts are apart, the first layer has the most before it has gradients.
+    # With experts on other GPUs, the peak of the first layer comes before its own gradients do.
     in_first = after_layers - (1 - stage.ends / held) / stage.num_layers * bool(copies)
     yield Moment(in_first, {"activations": saved + layer + encoded, "logits": output, "gathered": in_layers})
     yield Moment(encoded and after_layers, {"activations": encoding + encoded, "logits": 0.0, "gathered": at_ends})

@@ -12,6 +12,7 @@ from rlflow.batch import Prompts, Selection, Sequences
 from rlflow.compiler.graph import Graph
 from rlflow.data.source import DataSource
 from rlflow.nodes.base import GraphNode
+from rlflow.nodes.curriculum import Curriculum
 from rlflow.recipe import Recipe
 from rlflow.runtime.objects.store_usage import count_towards
 
@@ -57,7 +58,7 @@ class DataOrder:
 class CurriculumOrder:
     """The prompts of a run in an order that their rewards change (``rlflow.nodes.curriculum``)."""
 
-    def __init__(self, data: DataSource, curriculum: Any, seed: int) -> None:
+    def __init__(self, data: DataSource, curriculum: Curriculum, seed: int) -> None:
         self._data = data
         self._difficulty = curriculum.new_order(data.labels(curriculum.by), seed)
         self._drawn = np.zeros(0, np.int64)
@@ -77,8 +78,7 @@ class CurriculumOrder:
 
     def metrics(self) -> Mapping[str, float]:
         """Return what is known after the step."""
-        metrics: Mapping[str, float] = self._difficulty.metrics(self._drawn)
-        return metrics
+        return self._difficulty.metrics(self._drawn)
 
     def state(self) -> Any:
         """Return what is known of the rows."""
@@ -99,8 +99,8 @@ class ResamplingRounds:
         operation: Any = self._nodes[-1].operation
         self._max_rounds: int = getattr(operation, "max_rounds", 1)
         self._batch_size = recipe.data.batch_size
-        has_curriculum = hasattr(operation, "new_order")
-        self._order = CurriculumOrder(data, operation, recipe.seed) if has_curriculum else DataOrder(data)
+        is_curriculum = isinstance(operation, Curriculum)
+        self._order = CurriculumOrder(data, operation, recipe.seed) if is_curriculum else DataOrder(data)
 
     @property
     def path(self) -> str:

@@ -87,3 +87,11 @@ def test_a_template_that_changes_earlier_turns_is_refused(tmp_path: Path) -> Non
 def test_without_examples_there_is_nothing_to_choose() -> None:
     with pytest.raises(RecipeError, match=r"^data\.train_on: chooses what supervised training learns"):
         rlflow.compile(load("recipe=grpo_tiny", "data.train_on=all"), "local")
+
+
+def test_the_row_of_a_turn_that_a_template_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refusing = "{% for m in messages %}{% if m['content'] == '8' %}{{ raise_exception('no 8') }}{% endif %}{% endfor %}"
+    monkeypatch.setattr(TOKENIZER, "chat_template", refusing + TEMPLATE)
+    bad = [*TALK[:3], {**AGAIN, "content": "8"}, LAST]
+    with pytest.raises(RecipeError, match=r"chat template fails for row 1 \(TemplateError: no 8\) of "):
+        all_turns(tmp_path, {"messages": TALK}, {"messages": bad})

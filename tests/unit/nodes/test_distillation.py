@@ -10,7 +10,7 @@ import torch
 
 import rlflow
 from rlflow.batch import TopLogprobs
-from rlflow.batch.top_logprobs import find_words, numbers_of
+from rlflow.batch.top_logprobs import find_words, loss_values
 from rlflow.engines.torch import TorchEngine
 from rlflow.engines.transformers import TransformersEngine
 from rlflow.errors import GraphError
@@ -86,7 +86,7 @@ def test_engines_tell_the_same_words(count: int) -> None:
     logprobs = TransformersEngine(spec()).logprobs(GIVEN, 0.7).values.values
     for engine in (TransformersEngine(spec()), TorchEngine(spec())):
         top = engine.top_logprobs(GIVEN, 0.7, count).values
-        words, values = find_words({"teacher": top}), numbers_of(top.values)
+        words, values = find_words({"teacher": top}), loss_values(top.values)
         assert words is not None
         assert words.shape == values.shape == (T, min(count, V))
         assert (np.diff(values, axis=1) <= 0).all()
@@ -113,7 +113,7 @@ def test_each_teacher_scores_its_own_rows() -> None:
     both = ScoreTopLogprobs(count=3, rows={"source": "b"}).run(second, given, by_first)
     assert both.is_scored.tolist() == [True] * 4 + [False] * 2
     for row in range(4):
-        np.testing.assert_allclose(numbers_of(both.values[row]), numbers_of(alone[row // 2][row]), atol=1e-5)
+        np.testing.assert_allclose(loss_values(both.values[row]), loss_values(alone[row // 2][row]), atol=1e-5)
     nobody = ScoreTopLogprobs(count=3, rows={"source": "d"}).run(first, given, both)
     assert nobody.is_scored.tolist() == both.is_scored.tolist()
     assert [nobody.values[row].tolist() for row in range(4)] == [both.values[row].tolist() for row in range(4)]
