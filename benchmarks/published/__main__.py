@@ -56,7 +56,7 @@ def main() -> int:
     rows = read(arguments.table)
     made, unusable = cases(rows)
     fits, no_memory = memory.judge(made)
-    steps, _ = times.judge(made)
+    steps, no_time = times.judge(made)
     reasons = {skipped.row.id: skipped.reason for skipped in unusable} | no_memory
     used = {one.case.row.id for one in fits} | {one.case.row.id for one in steps}
     skipped = {row.id: reasons[row.id] for row in rows if row.id not in used}
@@ -79,6 +79,9 @@ def main() -> int:
     time_folds.write(console, *time_errors)
     for reason, count in Counter(skipped.values()).most_common():
         console.print(f"skipped {count:4}  {reason}", highlight=False)
+    sees = {case.row.id for case in made if case.model.num_encoder_parameters}
+    for reason, count in Counter(why for row, why in no_time.items() if row in sees).most_common():
+        console.print(f"time of a model that reads images not judged {count:4}  {reason}", highlight=False)
     for boundary in found:
         console.print(boundaries.line(boundary), highlight=False)
     for kind, judged in memory.worst(fits).items():

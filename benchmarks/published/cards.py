@@ -30,9 +30,6 @@ def unfit(row: Row) -> str | None:
         found = model_of(row)
         if found is None or not found.num_encoder_parameters:
             return "a model with more than a text decoder"
-        if "swift" not in row.system or re.search(r"full_vit|lora_llm|vit_gradient_checkpointing", row.text):
-            # ms-swift freezes encoders by default (freeze_vit, freeze_aligner), others do not.
-            return "an encoder of images that may be trained"
         if re.search(r"video", row.text):
             return "videos of unknown length"
     elif "multimodal" in row.notes.lower() and "encoder frozen" not in row.notes.lower():
@@ -42,6 +39,17 @@ def unfit(row: Row) -> str | None:
     if re.search(r"class|not named", name) or "identity approximate" in row.notes:
         return "a model that is only roughly named"
     return None if model_of(row) is not None else "a model without figures"
+
+
+def may_train_encoder(row: Row) -> bool:
+    """Return whether the part of the model that reads images may have been trained too.
+
+    ms-swift freezes it by default (freeze_vit, freeze_aligner), others do not.
+    """
+    found = model_of(row)
+    if found is None or not found.num_encoder_parameters:
+        return False
+    return "swift" not in row.system or bool(re.search(r"full_vit|lora_llm|vit_gradient_checkpointing", row.text))
 
 
 @cache

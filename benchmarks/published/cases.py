@@ -68,6 +68,8 @@ def case_of(row: Row) -> Case | Skipped:
     unknown, gpus = set(libraries.unknown(row)), _train_gpus(row)
     if row.placement == "disaggregate" and not (row.train_gpus or row.rollout_gpus):
         unknown.add("train_gpus")
+    if cards.may_train_encoder(row):
+        unknown.add("whether the encoder of images is trained")
     tensor = settings.tensor_parallel_size(row)
     sequence_parallel = (row.train_cp or 1) * (row.train_sp or 1)
     group = tensor * (row.train_pp or 1) * sequence_parallel

@@ -66,8 +66,6 @@ def unfit(case: Case) -> str | None:
     if "bounded verification run" in row.notes and "pretrain_performance" not in row.notes:
         # Megatron-Bridge's cards call their times sanity checks, without the tuned performance recipes.
         return "a run that verifies a recipe, not its speed"
-    if case.model.num_encoder_parameters:
-        return "images of which the row gives no number"
     if "prime" in row.system and row.gpu_type.startswith("B200"):
         return "kernels that were not ready for the GPU"
     if "sharding" in case.unknown and case.train.num_gpus > 1 and not row.rollout_engine:
@@ -91,6 +89,10 @@ def unfit(case: Case) -> str | None:
         return "lengths of supervised data unknown"
     if row.rollout_engine and not row.rollout_engine.startswith("ds") and not lengths_are_given(case):
         return "lengths of responses are not given"
+    if row.prompts_per_step and row.n_samples is None and re.search(r"grpo|dapo|gspo|rloo", row.algorithm.lower()):
+        return "the number of responses to a prompt is not given"
+    if case.model.num_encoder_parameters:
+        return "images of which the row gives no number"
     return None
 
 

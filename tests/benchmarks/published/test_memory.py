@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.published import boundaries, memory
+from benchmarks.published import boundaries, memory, steps
 from benchmarks.published.cards import further_models
 from benchmarks.published.cases import Case, Skipped, case_of
 from benchmarks.published.libraries import VERL_LOGITS
@@ -119,14 +119,6 @@ def test_gpus_are_found_by_kind_and_memory(name: str, size: str, gib: float | No
         ({"outcome": "not_shown"}, "a blank cell: no evidence"),
         ({"model": "Kwai-Keye/Keye-VL-1_5-8B"}, "a model with more than a text decoder"),
         ({"source_path": "examples/train/qlora/hqq.sh"}, "quantised weights of other than four bits"),
-        (
-            {"model": "Qwen/Qwen2.5-VL-7B-Instruct", "system": "verl"},
-            "an encoder of images that may be trained",
-        ),
-        (
-            {"model": "Qwen/Qwen2.5-VL-7B-Instruct", "notes": "tuner=lora_llm"},
-            "an encoder of images that may be trained",
-        ),
         ({"notes": "multimodal Geo3K"}, "images of which the row gives no number"),
         ({"notes": "tuner=osf; OSF"}, "a tuner that is neither full nor LoRA"),
         ({"notes": "optimizer_cpu_offload_fraction=0.5"}, "an optimizer of which a part is offloaded"),
@@ -145,6 +137,37 @@ def test_rows_are_left_out_for_a_reason(cells: dict[str, str], reason: str) -> N
     made = case_of(row(**cells))
     assert isinstance(made, Skipped)
     assert made.reason == reason
+
+
+@pytest.mark.parametrize(
+    ("cells", "is_unknown"),
+    [
+        ({"system": "verl"}, True),
+        ({"system": "ms-swift", "source_path": "examples/full_vit.sh"}, True),
+        ({"system": "ms-swift"}, False),
+    ],
+)
+def test_memory_is_not_judged_where_an_encoder_of_images_may_be_trained(
+    cells: dict[str, str], is_unknown: bool
+) -> None:
+    made = case(model="Qwen/Qwen2.5-VL-7B-Instruct", params_b="8.29", **cells)
+    reason = memory.unfit(made)
+    assert ("encoder of images" in (reason or "")) == is_unknown
+
+
+@pytest.mark.parametrize(
+    ("cells", "reason"),
+    [
+        ({"n_samples": ""}, "the number of responses to a prompt is not given"),
+        ({"gpu_type": "", "gpu_mem_gb": ""}, "no GPU named"),
+        ({}, "images of which the row gives no number"),
+    ],
+)
+def test_times_of_models_that_see_are_not_judged_without_their_work(cells: dict[str, str], reason: str) -> None:
+    given = {"prompts_per_step": "128", "n_samples": "5", "mean_response_len": "400", "mean_prompt_len": "300"}
+    settings = {"system": "verl", "algorithm": "grpo", "rollout_engine": "vllm", "placement": "colocate"}
+    settings |= {"model": "Qwen/Qwen2.5-VL-7B-Instruct", "params_b": "8.29", "step_time_s": "60"}
+    assert steps.unfit(case(**settings | given | cells)) == reason
 
 
 @pytest.mark.parametrize(
