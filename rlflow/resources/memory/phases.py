@@ -5,7 +5,7 @@ micro-batch, before sequence parallelism divides it.
 """
 
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 
 from rlflow.resources.layout import GIB, Layout
 from rlflow.resources.memory.activations import copied_bytes, layer_bytes
@@ -51,14 +51,13 @@ def update_terms(
 ) -> dict[str, float]:
     """Return the terms of a trained role at the peak of its update; it ``accumulates`` gradients of micro-batches."""
     fragmentation = (allocator or allocator_of(layout)).fragmentation
-    candidates = []
+    fixed, candidates = persistent_buffers(layout, training) | process_terms(layout, sharp), []
     for stage in pipeline_stages(model, layout):
         state = stage_state(model, layout, training, stage)
         for moment in _moments(model, layout, training, stage, tokens):
             gradients = state["gradients"] * (1 if accumulates else moment.gradients)
             moving = {name: size / GIB for name, size in moment.terms.items()}
             moving["fragmentation"] = fragmentation * sum(moving.values())
-            fixed = persistent_buffers(layout, training) | process_terms(layout, sharp)
             candidates.append(state | {"gradients": gradients} | moving | fixed)
     return max(candidates, key=total_gib)
 
@@ -139,7 +138,7 @@ def _moments(
     copies = copied_bytes(model, layout, training, per_rank)
     gathered = gathered_bytes(layout, training, stage, copies)
     reduced = trained * training.reduce_bytes[zero] * _reduced_at_once(training, stage, zero)
-    at_loss, in_last, in_layers, at_ends = (size + reduced for size in astuple(gathered))
+    at_loss, in_last, in_layers, at_ends = (size + reduced for size in vars(gathered).values())
     # The shares of the gradients that there are after the head, after all layers, and at the end.
     held = layout.num_shards * sharded_parameters(layout, stage) if training.gathers_apart else whole
     after_layers = 1 - (stage.ends - stage.head if are_apart else stage.ends) / held

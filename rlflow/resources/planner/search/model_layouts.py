@@ -220,9 +220,10 @@ class ModelOption:
         if self.demand.architecture is None or not self.host_set.counts_memory:
             return {}
         if tokens not in self._terms_by_tokens:
-            sharp = self.host_set.sharp
-            layout = replace(self.layout, micro_batch_patches=self._patches(tokens))
-            self._terms_by_tokens[tokens] = working_terms(self.demand, layout, tokens, sharp)
+            layout, patches = self.layout, self._patches(tokens)
+            if patches != layout.micro_batch_patches:
+                layout = replace(layout, micro_batch_patches=patches)
+            self._terms_by_tokens[tokens] = working_terms(self.demand, layout, tokens, self.host_set.sharp)
         return self._terms_by_tokens[tokens]
 
     def _gib(self, tokens: int) -> float:
