@@ -41,6 +41,7 @@ OWN = {"rlflow", "__future__", "_thread"}
 LAZY = {
     "engines/causal_lm/attention.py",
     "engines/causal_lm/compilation.py",
+    "engines/causal_lm/muon.py",
     "engines/causal_lm/routing.py",
     "engines/causal_lm/output_layer.py",
     "engines/sharded/experts.py",

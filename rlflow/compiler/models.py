@@ -21,7 +21,8 @@ def training_memory(role: Role, model: Model) -> TrainingMemory:
     """Return how the role's engine keeps weights, gradients and optimizer, for the memory model."""
     memory = engine_kind(role.engine).training_memory[model.dtype]
     if role.lora is None:
-        return replace(memory, trains_vision=trains_images(role.train))
+        muon = role.optimizer is not None and role.optimizer.kind == "muon"
+        return replace(memory, trains_vision=trains_images(role.train), muon=muon)
     # Frozen weights are in the model's type.
     return replace(memory, lora=role.lora, weights=WEIGHT_BYTES[model.dtype])
 

@@ -325,6 +325,8 @@ class EngineKind:
     """It records the experts of the tokens that it generates, or uses recorded ones where it trains."""
     trains_vision: bool = False
     """It can train the parts of a model that read images, too."""
+    optimizers: frozenset[str] = frozenset({"adamw"})
+    """The kinds of optimizers that it has."""
     concurrent: bool = False
     """True for a ``SessionEngine``: it batches the samples of several callers, and generates while it receives more."""
     training_memory: TrainingMemories = field(

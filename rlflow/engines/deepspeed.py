@@ -48,8 +48,7 @@ class DeepSpeedEngine(ShardedEngine):
     def _initialize(self) -> Any:
         import deepspeed
 
-        trainable = (weight for weight in self._model.parameters() if weight.requires_grad)
-        optimizer = self._build_optimizer(trainable) if self._trains else None
+        optimizer = self._build_optimizer(self._trained_weights()) if self._trains else None
         return deepspeed.initialize(model=self._model, optimizer=optimizer, config=self._config)[0]
 
     def _backward(self, total: "Tensor", *, is_last: bool) -> None:

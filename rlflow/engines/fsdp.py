@@ -22,8 +22,6 @@ from rlflow.engines.sharded.trained_state import TrainedState
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.tensor import DTensor
-    from torch.nn import Parameter
     from transformers import PreTrainedModel
 
 
@@ -50,7 +48,7 @@ class FsdpEngine(ShardedEngine):
         if is_sharded:
             self._root, self._called_model = cast("FSDPModule", model), _InDtype(model, self._dtype)
         if self._trains:
-            self._optimizer = self._build_optimizer({"params": weights} for weights in self._weights_by_mesh())
+            self._optimizer = self._build_optimizer(self._trained_weights())
             self._check_weights("after loading")
         set_timeouts(spec)
 
@@ -115,13 +113,6 @@ class FsdpEngine(ShardedEngine):
         torch.distributed.all_reduce(value)
         return value
 
-    def _weights_by_mesh(self) -> "list[list[Parameter]]":
-        """Return the trained weights of each mesh: torch combines sharded tensors of one mesh alone."""
-        groups: dict[Any, list[Parameter]] = {}
-        for weight in self._trained_weights().values():
-            groups.setdefault(cast("DTensor", weight).device_mesh, []).append(weight)
-        return list(groups.values())
-
     def _trained_state(self) -> TrainedState:
         return ShardedState(self._spec, self._trained_weights(), self._optimizer)
 
@@ -179,6 +170,7 @@ _TRAINING_MEMORY = replace(TORCH_TRAINING["bfloat16"], weights=4, optimizer=8, g
 ENGINE = EngineKind(
     engine=FsdpEngine,
     routing_replay=True,
+    optimizers=frozenset({"adamw", "muon"}),
     parallel=frozenset({"data", "sequence", "tensor", "expert", "replicate"}),
     training_memory={"float32": TORCH_TRAINING["float32"], "bfloat16": _TRAINING_MEMORY},
     sends_weights_by=ALL_TRANSPORTS,

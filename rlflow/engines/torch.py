@@ -46,7 +46,7 @@ class TorchEngine(TrainingEngine):
                 if in_fp32 and not weight.requires_grad:
                     weight.data = weight.data.to(dtype)
             self._masters = {name: _make_master(weight, dtype) for name, weight in super()._trained_weights().items()}
-            self._optimizer = self._build_optimizer(self._masters.values())
+            self._optimizer = self._build_optimizer(self._masters)
             self._check_weights("after loading")
 
     def _compute_gradients(self, minibatch: Minibatch, loss: TokenLoss) -> LossTotals:
@@ -119,6 +119,7 @@ ENGINE = EngineKind(
     engine=TorchEngine,
     parallel=frozenset({"sequence"}),
     routing_replay=True,
+    optimizers=frozenset({"adamw", "muon"}),
     trains_vision=True,
     training_memory=TORCH_TRAINING,
     sends_weights_by=ALL_TRANSPORTS,

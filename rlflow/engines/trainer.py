@@ -1,7 +1,7 @@
 """A base class for engines that train a model of transformers: passes over packed sequences, updates, exports."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -90,12 +90,22 @@ class TrainingEngine(TunableEngine, ProfiledEngine, ABC):
             compile_layers(model)
         self._sharding = create_sharding(spec, model)
 
-    def _build_optimizer(self, parameters: "Iterable[Parameter] | Iterable[dict[str, Any]]") -> "Optimizer":
+    def _build_optimizer(self, weights: "Mapping[str, Parameter]") -> "Optimizer":
+        """Return the optimizer of these weights. A group of it has weights of one mesh, as torch requires."""
         import torch
 
+        from rlflow.engines.causal_lm.muon import Muon, is_matrix
+
         options = self._spec.optimizer
+        groups: dict[Any, dict[str, Any]] = {}
+        for name, weight in weights.items():
+            of_muon = options.kind == "muon" and is_matrix(name, weight)
+            key = (getattr(weight, "device_mesh", None), of_muon)
+            groups.setdefault(key, {"params": [], "matrices": of_muon})["params"].append(weight)
+        if options.kind == "muon":
+            return Muon(list(groups.values()), options)
         return torch.optim.AdamW(
-            parameters, lr=options.learning_rate, betas=options.betas, weight_decay=options.weight_decay, fused=True
+            groups.values(), options.learning_rate, options.betas, weight_decay=options.weight_decay, fused=True
         )
 
     def logprobs(self, sequences: Sequences, temperature: float) -> Logprobs:

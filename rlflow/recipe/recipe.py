@@ -50,8 +50,11 @@ class Model(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer(Section):
-    """AdamW with a learning rate that depends only on the step."""
+    """AdamW, or Muon, with a learning rate that depends only on the step."""
 
+    kind: Literal["adamw", "muon"] = "adamw"
+    """``muon``: the matrices of the layers take Muon's updates, scaled to the size of AdamW's; all other weights take
+    AdamW's."""
     learning_rate: Annotated[float, Ge(1e-12), Le(1)] = field(default=1e-6, metadata=MAY_CHANGE)
     """The learning rate after the warm-up, which is the highest."""
     schedule: Literal["constant", "linear", "cosine"] = field(default="constant", metadata=MAY_CHANGE)
@@ -61,7 +64,7 @@ class Optimizer(Section):
     betas: tuple[Annotated[float, Ge(0), Lt(1)], Annotated[float, Ge(0), Lt(1)]] = (0.9, 0.999)
     """The decay of AdamW's running means of gradients and of their squares."""
     weight_decay: Annotated[float, Ge(0), Le(10)] = 0.0
-    """AdamW's decoupled weight decay."""
+    """The decoupled weight decay."""
     max_grad_norm: Annotated[float, Ge(1e-6), Le(1e12)] = 1.0
     """The norm to which larger gradients are scaled down."""
 

@@ -27,6 +27,7 @@ _CLASSES: Mapping[Head, str] = {
 }
 _TASKS: Mapping[Head, str] = {"vocabulary": "text-generation", "reward": "text-classification"}
 """The hub's names of tasks. It has none for value models."""
+_OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon"}
 
 
 class ModelCards(Observer):
@@ -143,7 +144,7 @@ def _training(plan: Plan, role: str, base: Model, earlier: Sequence[str]) -> Ite
     yield "nodes of a step", ", ".join(f"`{node.name}` ({_code(node.operation.kind)})" for node in plan.graph.nodes)
     optimizer = options.optimizer or Optimizer()
     warmup = f" after {optimizer.warmup_steps} steps of warm-up" if optimizer.warmup_steps else ""
-    yield "learning rate", f"{optimizer.learning_rate:g}, {optimizer.schedule}{warmup} (AdamW)"
+    yield "learning rate", f"{optimizer.learning_rate:g}, {optimizer.schedule}{warmup} ({_OPTIMIZERS[optimizer.kind]})"
     if options.lora is not None:
         yield "adapters", f"LoRA, rank {options.lora.rank}, alpha {options.lora.alpha:g}"
     yield "seed", str(recipe.seed)

@@ -151,8 +151,8 @@ def build(engines: list[Any], of: EngineSpec) -> int:
     from rlflow.engines.deepspeed import DeepSpeedEngine
 
     class Engine(DeepSpeedEngine):
-        def _build_optimizer(self, parameters: Any) -> Any:
-            return returning(parameters)
+        def _build_optimizer(self, weights: Any) -> Any:
+            return returning(weights.values())
 
     share_everything()
     engines.append(plain(of) if of.layout.zero_stage is None else Engine(of))

@@ -59,8 +59,8 @@ def with_sgd(engine: Any, sgd: bool) -> Any:
     import torch
 
     class Engine(engine):  # type: ignore[misc]
-        def _build_optimizer(self, parameters: Any) -> Any:
-            return torch.optim.SGD(parameters, lr=self._spec.optimizer.learning_rate)
+        def _build_optimizer(self, weights: Any) -> Any:
+            return torch.optim.SGD(weights.values(), lr=self._spec.optimizer.learning_rate)
 
     return Engine if sgd else engine
 

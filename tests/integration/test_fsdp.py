@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file
 
 from rlflow.engines.base import EngineSpec
+from rlflow.engines.sharded.trained_state import MOMENTS
 from rlflow.engines.torch import TorchEngine
 from rlflow.errors import EngineError, NotFiniteError
 from rlflow.nodes.policy_loss import LikelihoodLoss
@@ -33,6 +35,7 @@ SHARED_PROCESSES = "DeepSpeed"
 pytestmark = pytest.mark.slow
 
 LORA = Lora(rank=4, alpha=6)
+MUON = Optimizer(kind="muon", learning_rate=1e-4)
 
 
 def build_fsdp(engines: list[Any], of: EngineSpec, sgd: bool) -> int:
@@ -98,8 +101,10 @@ def assert_equal_training(ranks: Ranks, of: EngineSpec) -> None:
         actor(sequence=2, reduces_once=True),
         replace(actor(), model=replace(MODEL, architecture=replace(ARCHITECTURE, tie_word_embeddings=True))),
         replace(actor(reduces_once=True), lora=LORA),
+        replace(actor(replicas=2), optimizer=MUON),
+        replace(actor(), optimizer=MUON),
     ],
-    ids=["fsdp", "checkpointing", "replicas", "ulysses", "tied", "lora"],
+    ids=["fsdp", "checkpointing", "replicas", "ulysses", "tied", "lora", "muon in replicas", "muon"],
 )
 def test_it_trains_as_one_rank_does(two: Sequence[EngineProcess], address: str, of: EngineSpec) -> None:
     assert_equal_training(of_ranks(two, address, of), of)
@@ -202,6 +207,33 @@ def test_a_checkpoint_goes_from_mesh_to_mesh_and_engine_to_engine(
             other.update(parts, [LOSS] * len(parts))
     for other in others:
         assert_same_weights(other.weights()[0], first.weights()[0], 1e-5)
+    assert_same_weights(list(reference.weights()), first.weights()[0], 1e-5)
+
+
+def test_a_checkpoint_with_muon_goes_from_mesh_to_mesh(
+    two: Sequence[EngineProcess], address: str, tmp_path: Path
+) -> None:
+    """A matrix has one moment, other weights have two."""
+    first = of_ranks(two, address, replace(actor(), optimizer=MUON))
+    first.update(split(policy_minibatch(0)), [LOSS] * 2)
+    first.save([tmp_path] * 2)
+    moments = {kind: {name for file in tmp_path.glob(f"{kind}-*") for name in load_file(file)} for kind in MOMENTS}
+    only_first = moments["exp_avg"] - moments["exp_avg_sq"]
+    assert {name.split(".")[-2].removesuffix("_proj") for name in only_first} == {
+        *("q", "k", "v", "o"),
+        *("gate", "up", "down"),
+    }
+    assert "model.embed_tokens.weight" in moments["exp_avg_sq"] < moments["exp_avg"]
+    other = of_ranks(two, address, replace(actor(replicas=2), optimizer=MUON))
+    other.restore([tmp_path] * 2)
+    reference = plain(replace(actor(), optimizer=MUON))
+    reference.restore(tmp_path)
+    for step in (1, 2):
+        batch = policy_minibatch(step)
+        first.update(split(batch), [LOSS] * 2)
+        other.update(split(batch), [LOSS] * 2)
+        reference.update(batch, LOSS)
+    assert_same_weights(other.weights()[0], first.weights()[0], 1e-5)
     assert_same_weights(list(reference.weights()), first.weights()[0], 1e-5)
 
 

@@ -20,7 +20,7 @@ from rlflow.recipe import Model
 from tests.expert_models import save_model
 from tests.integration.engine_process import EngineProcess, all_of, free_address, processes
 from tests.integration.test_deepspeed import LOSS, of_path, policy_minibatch, split
-from tests.integration.test_fsdp import actor, assert_equal_training, assert_same_weights, of_ranks, plain, shares
+from tests.integration.test_fsdp import MUON, actor, assert_equal_training, assert_same_weights, of_ranks, plain, shares
 
 SHARED_PROCESSES = "DeepSpeed"
 pytestmark = pytest.mark.slow
@@ -50,6 +50,7 @@ def with_experts(of: EngineSpec, model: Model, size: int) -> EngineSpec:
         ("mixtral", 2, actor(reduces_once=True)),
         ("odd_mixtral", 1, actor()),
         ("deepseek_v3", 2, actor()),
+        ("qwen3_moe", 2, replace(actor(), optimizer=MUON)),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )

@@ -15,7 +15,7 @@ from tests.expert_models import save_model
 from tests.helpers import ARCHITECTURE, CHARACTERS, MODEL
 from tests.integration.engine_process import EngineProcess, all_of, free_address, processes
 from tests.integration.test_deepspeed import GIVEN, LOSS, of_path, policy_minibatch
-from tests.integration.test_fsdp import actor, assert_equal_training, assert_same_weights, of_ranks, plain, shares
+from tests.integration.test_fsdp import MUON, actor, assert_equal_training, assert_same_weights, of_ranks, plain, shares
 
 SHARED_PROCESSES = "DeepSpeed"
 pytestmark = pytest.mark.slow
@@ -40,8 +40,13 @@ def sparse(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 @pytest.mark.parametrize(
     "of",
-    [wide(), wide(gradient_checkpointing=True, reduces_once=True), replace(wide(), model=TIED)],
-    ids=["untied", "recomputed", "tied"],
+    [
+        wide(),
+        wide(gradient_checkpointing=True, reduces_once=True),
+        replace(wide(), model=TIED),
+        replace(wide(), optimizer=MUON),
+    ],
+    ids=["untied", "recomputed", "tied", "muon"],
 )
 def test_it_trains_as_one_rank_does(two: Sequence[EngineProcess], address: str, of: EngineSpec) -> None:
     assert_equal_training(of_ranks(two, address, of), of)

@@ -54,8 +54,8 @@ def gradients_of_one_update(
     from rlflow.engines.deepspeed import DeepSpeedEngine
 
     class Descent(DeepSpeedEngine):
-        def _build_optimizer(self, parameters: Any) -> Any:
-            return torch.optim.SGD(parameters, lr=LEARNING_RATE)
+        def _build_optimizer(self, weights: Any) -> Any:
+            return torch.optim.SGD(weights.values(), lr=LEARNING_RATE)
 
     engine = Descent(of)
 

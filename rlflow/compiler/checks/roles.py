@@ -46,6 +46,7 @@ def check_roles(recipe: Recipe, graph: Graph) -> None:
             _check_capability(path, role.engine, node)
         if role.optimizer is not None and name not in trained:
             raise GraphError(f"{path}.optimizer", f"'{name}' is never trained", fix=_fix_untrained(name, graph))
+        _check_optimizer(path, role)
         if role.offload == "optimizer" and name not in trained:
             fact = f"'{name}' is never trained, so it has no optimizer state"
             raise GraphError(f"{path}.offload", fact, fix=f"{path}.offload=auto, or weights")
@@ -60,6 +61,19 @@ def check_roles(recipe: Recipe, graph: Graph) -> None:
             raise GraphError(f"roles.{name}.train", fact, fix=f"train: language, or engine: {' or '.join(known)}")
         if role.follows is not None:
             _check_follows(recipe, name, role.follows, trained)
+
+
+def _check_optimizer(path: str, role: Role) -> None:
+    if role.optimizer is None or role.optimizer.kind == "adamw":
+        return
+    if role.lora is not None:
+        fact = f"'{role.optimizer.kind}' trains whole matrices, not adapters"
+        raise GraphError(f"{path}.optimizer.kind", fact, fix="kind: adamw")
+    if role.optimizer.kind in engine_kind(role.engine).optimizers:
+        return
+    known = [engine for engine in engine_names() if role.optimizer.kind in engine_kind(engine).optimizers]
+    fact = f"engine '{role.engine}' does not have '{role.optimizer.kind}'"
+    raise GraphError(f"{path}.optimizer.kind", fact, fix=f"kind: adamw, or engine: {' or '.join(known)}")
 
 
 def _fix_untrained(name: str, graph: Graph) -> str:

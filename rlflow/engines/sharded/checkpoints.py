@@ -37,7 +37,7 @@ def save_shards(spec: EngineSpec, folder: Path, state: TrainedState) -> None:
     if spec.rank == 0:
         (folder / _STEPS_FILE).write_text(json.dumps({"steps": num_steps}))
     for kind in _kinds(num_steps):
-        for number, names in enumerate(_group_by_file(state)):
+        for number, names in enumerate(_group_by_file(state, kind)):
             values = {name: state.get_values(name, kind).cpu() for name in names}
             ranges = {name: range_ for name, range_ in values.items() if range_.numel()}
             starts = {name: str(start) for name in ranges if (start := state.get_range(name)[0])}
@@ -72,11 +72,13 @@ def _kinds(num_steps: int) -> Sequence[str]:
     return (WEIGHTS, *MOMENTS) if num_steps else (WEIGHTS,)
 
 
-def _group_by_file(state: TrainedState) -> Iterator[Sequence[str]]:
+def _group_by_file(state: TrainedState, kind: str) -> Iterator[Sequence[str]]:
     """Yield the names of the weights for each file."""
     names: list[str] = []
-    size = 0
+    size, of_kind = 0, set(state.names_of(kind))
     for name in state.names_to_write():
+        if name not in of_kind:
+            continue
         num_bytes = 4 * state.get_range(name)[1]
         if names and size + num_bytes > _FILE_BYTES:
             yield names
@@ -96,7 +98,7 @@ def _restore(folder: Path, state: TrainedState) -> None:
             _check_ranges(kind, of_kind, state)
         state.set_num_steps(num_steps)
         for kind, of_kind in ranges.items():
-            for name in state.names:
+            for name in state.names_of(kind):
                 start, size = state.get_range(name)
                 if size:
                     state.set_values(name, kind, _read_range(of_kind[name], start, size))
@@ -131,9 +133,10 @@ def _open_ranges(stack: ExitStack, folder: Path, kind: str) -> dict[str, list[tu
 
 def _check_ranges(kind: str, ranges: Mapping[str, Sequence[tuple[int, int, Any]]], state: TrainedState) -> None:
     """Raise EngineError unless the ranges are those of this model, each value once."""
-    if unknown := sorted(ranges.keys() - set(state.names)):
+    expected = state.names_of(kind)
+    if unknown := sorted(ranges.keys() - set(expected)):
         raise EngineError(f"it is of another model, with {unknown[0]}")
-    for name in state.names:
+    for name in expected:
         end = 0
         for start, size in sorted((start, size) for start, size, _ in ranges.get(name, ())):
             if start != end:

@@ -53,7 +53,7 @@ class ShardedState(TrainedState):
         from torch.distributed.tensor import DTensor
 
         for kind in (WEIGHTS, *MOMENTS) if self.num_steps else (WEIGHTS,):
-            for name in self.names:
+            for name in self.names_of(kind):
                 target = self._values(name, kind)
                 rows = _by_rows(target)
                 if rows == target.placements:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
 
 WEIGHTS, MOMENTS = "weights", ("exp_avg", "exp_avg_sq")
-"""The kinds of values: the weights, and what AdamW keeps of each."""
+"""The kinds of values: the weights, and what the optimizer keeps of each: Muon the first of AdamW's moments."""
 
 
 class TrainedState:
@@ -28,6 +28,8 @@ class TrainedState:
         self._optimizer = optimizer
         # DeepSpeed's optimizers contain torch's. Without ZeRO there is only that.
         self._torch_optimizer = optimizer.optimizer if self._stage else optimizer
+        groups = [] if self._stage else optimizer.param_groups
+        self._matrices = {id(weight) for group in groups if group["matrices"] for weight in group["params"]}
         # Without ZeRO all ranks have all values, and the first one writes them.
         self._writes = self._stage > 0 or spec.rank == 0
 
@@ -35,6 +37,12 @@ class TrainedState:
     def names(self) -> Sequence[str]:
         """Return the names of all trained weights."""
         return list(self._weights)
+
+    def names_of(self, kind: str) -> Sequence[str]:
+        """Return the names of the weights that have values of this kind, once the optimizer has made a step."""
+        if kind != MOMENTS[1]:
+            return self.names
+        return [name for name, weight in self._weights.items() if id(weight) not in self._matrices]
 
     @property
     def num_steps(self) -> int:
@@ -94,7 +102,7 @@ class TrainedState:
                 state.clear()
                 continue
             state["step"] = torch.full((), count, dtype=torch.float32, device=tensor.device)
-            for moment in MOMENTS:
+            for moment in MOMENTS[:1] if id(tensor) in self._matrices else MOMENTS:
                 if moment not in state:
                     state[moment] = torch.zeros_like(tensor, requires_grad=False)
         if self._stage in (1, 2):

@@ -30,6 +30,8 @@ from rlflow.resources.models.lora import Lora, adapter_parameters, reserved_rank
 
 # Memory that the driver reserves: torch's reports of exhausted memory give cards of 79.6 and 80 GiB 79.1 to 79.3.
 DRIVER_GIB = 0.5
+# Bytes for each value of a matrix that Muon works on: two in fp32, and four in bf16.
+_MUON_BYTES = 16.0
 # Tokens in a step of vLLM. The engine gets this value, because its default depends on the kind of GPU.
 MAX_BATCHED_TOKENS = 8192
 
@@ -161,6 +163,10 @@ def _moments(
 def _step_bytes(model: Architecture, layout: Layout, training: TrainingMemory, stage: Stage) -> float:
     """Return the temporary bytes of the optimizer's step; adapters are in fp32."""
     shards = sharded_parameters(layout, stage) / (stage.dense + stage.experts) if layout.zero_stage else 1.0
+    if training.muon:
+        # Two thirds of a layer's experts are one tensor.
+        matrix = model.hidden_size * model.intermediate_size / layout.tensor_parallel_size
+        return _MUON_BYTES * max(matrix, stage.experts_layer * 2 / 3)
     if training.lora is None:
         return training.step * min(shards * (stage.dense + stage.experts), training.step_parameters)
     trained = adapter_parameters(model, training.lora) * stage.num_layers / model.num_hidden_layers

@@ -27,6 +27,8 @@ class TrainingMemory:
     """Adapters; the weights are frozen and have no gradients."""
     trains_vision: bool = False
     """The part of the model that reads images is trained too."""
+    muon: bool = False
+    """The matrices of the layers have one moment of four bytes, and an update needs a whole one (Muon)."""
     trains_ends: bool = False
     """Embeddings and head are trained beside adapters, in copies of their own (peft's ``modules_to_save``)."""
     adapter_inputs: float = 0
@@ -159,6 +161,8 @@ def stage_state(model: Architecture, layout: Layout, training: TrainingMemory, s
         "gradients": ends["gradients"] + sizes["gradients"] * (trained_sharded if shards_gradients else trained),
         "optimizer": ends["optimizer"] + sizes["optimizer"] * (trained_sharded if zero >= 1 else trained),
     }
+    if training.muon:
+        terms["optimizer"] -= 4 * (sharded if zero >= 1 else whole) * (1 - stage.ends / whole)
     if layout.offload in ("optimizer", "weights"):
         terms["optimizer"] = 0.0
         terms["gradients"] *= 0 if zero >= training.offloads_gradients_from else 1

@@ -6,7 +6,7 @@ from math import ceil
 from rlflow.resources.layout import Layout
 from rlflow.resources.models.architecture import Architecture
 from rlflow.resources.time.speed import Speed
-from rlflow.resources.time.work import forward_work, image_seconds
+from rlflow.resources.time.work import forward_work, image_seconds, muon_seconds
 
 # Kernels of a layer with adapters, for each of one without. Qwen-7B with micro-batches of 256 tokens takes 4.7 ms for
 # each layer of LoRA steps (QwenLM/Qwen, README.md), which is bound by launches.
@@ -23,8 +23,7 @@ _STORE_COPY, _STORE_TCP, _STORE_S = 3e9, 1.5e9, 5e-3
 # token of its response. 1,024 samples of 4 tokens took 0.08 s (benchmarks/RESULTS.md, "On a GPU"); published logs of
 # NeMo-RL have 4 s for 2,048 samples of about 3,200 tokens.
 _HOST_STEP_S, _HOST_SAMPLE_S, _HOST_TOKEN_S = 0.1, 0.08e-3, 0.6e-6
-# Time of each tensor of the file in a weight sync: it is gathered, renamed, looked up and copied into the engine. A
-# model with experts has tens of thousands.
+# Time of each tensor of the file in a weight sync: it is gathered, renamed, looked up and copied into the engine.
 SYNC_TENSOR_S = 0.7e-3
 MIN_COMPILED_WIDTH = 512
 """The least hidden size of compiled models; a smaller one makes a step in less time than compiling takes."""
@@ -73,6 +72,7 @@ class Kernels:
     fused_layers: bool = False
     trains_vision: bool = False
     """The part of the model that reads images is trained."""
+    muon: bool = False
     logit_bytes: tuple[float, float] = (24, 12)
     """Bytes that the output layer reads and writes for each logit besides its products, in training and in scoring."""
     recomputes_logits: bool = False
@@ -105,7 +105,7 @@ def training(model: Architecture, layout: Layout, speed: Speed, batch: PassBatch
     if not layout.zero_stage:
         owned = model.num_parameters / layout.model_parallel_size
     # Adam reads gradient, master copy and two moments, and writes the last three and the weight.
-    update = owned * 30 / speed.memory
+    update = owned * 30 / speed.memory + (muon_seconds(model, layout, speed) if kernels.muon else 0.0)
     if layout.offload in ("optimizer", "weights"):
         update = owned * (speed.gpus_per_host / _HOST_ADAM + (kernels.gradient_bytes + 2) / _PINNED)
     return Pass(step.compute + batch.minibatches * update, step.communication + batch.minibatches * reduced)

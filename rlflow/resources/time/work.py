@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import lru_cache
 
+from rlflow.resources.layout import Layout
 from rlflow.resources.models.architecture import Architecture
 from rlflow.resources.time.speed import Speed
 
@@ -133,3 +134,15 @@ def _recurrence_flops(model: Architecture) -> float:
     if model.recurrent is None:
         return 0.0
     return 6.0 * model.recurrent.num_layers * model.recurrent.value_width * model.recurrent.key_head_dim
+
+
+def muon_seconds(model: Architecture, layout: Layout, speed: Speed) -> float:
+    """Return the time in which every rank makes the updates of whole matrices orthogonal, each expert on one of them.
+
+    Each of five steps has 4 m^2 n + 2 m^3 operations for an m x n matrix with m <= n (Jordan et al. 2024), which are
+    at most 25 m for each of its values if n is twice as large as m.
+    """
+    ends = model.embedding_parameters + model.head_parameters
+    dense = model.num_parameters - ends - model.num_expert_parameters
+    values = dense / layout.tensor_parallel_size + model.num_expert_parameters / layout.expert_parallel_size
+    return 25 * model.hidden_size * values / speed.matmul_of(model.hidden_size)

@@ -108,6 +108,15 @@ def test_no_option_has_the_name_of_an_input() -> None:
             "roles.actor.train: 'fsdp' trains the language part of a model alone.\n"
             "  Fix: train: language, or engine: deepspeed or torch",
         ),
+        (
+            "roles.actor={engine: deepspeed, optimizer: {kind: muon}}",
+            "roles.actor.optimizer.kind: engine 'deepspeed' does not have 'muon'.\n"
+            "  Fix: kind: adamw, or engine: fsdp or torch",
+        ),
+        (
+            "roles.actor={optimizer: {kind: muon}, lora: {}}",
+            "roles.actor.optimizer.kind: 'muon' trains whole matrices, not adapters",
+        ),
         ("roles.rollout.follows=acto", "roles.rollout.follows: no role 'acto'"),
         ("roles.reference.optimizer={}", "roles.reference.optimizer: 'reference' is never trained"),
         (

@@ -104,20 +104,21 @@ def engine_kernels(demand: Demand, layout: Layout, speed: Speed) -> Kernels:
     model = demand.architecture
     assert model is not None
     value_bytes, gradient_bytes = demand.weight_bytes, demand.training.gradients
-    adapters, trains_vision = demand.training.lora is not None, demand.training.trains_vision
+    kernels = Kernels(
+        value_bytes=value_bytes,
+        gradient_bytes=gradient_bytes,
+        adapters=demand.training.lora is not None,
+        trains_vision=demand.training.trains_vision,
+        muon=demand.training.muon,
+    )
     if speed.is_cpu:
-        return Kernels(
-            value_bytes=value_bytes, gradient_bytes=gradient_bytes, adapters=adapters, trains_vision=trains_vision
-        )
+        return kernels
     is_trainer = "sequence" in demand.parallel
     is_gathered = layout.zero_stage == 3 and layout.num_replicas is None
     is_plain = not (model.num_experts or is_gathered or layout.tensor_parallel_size > 1)
     pays = model.hidden_size >= MIN_COMPILED_WIDTH and is_plain
-    return Kernels(
-        value_bytes=value_bytes,
-        gradient_bytes=gradient_bytes,
-        adapters=adapters,
-        trains_vision=trains_vision,
+    return replace(
+        kernels,
         fused_layers=is_trainer and pays and value_bytes == 2,
         logit_bytes=(_logit_bytes(model, *_TRAINED_LOGIT_BYTES), _logit_bytes(model, *_SCORED_LOGIT_BYTES)),
         recomputes_logits=True,

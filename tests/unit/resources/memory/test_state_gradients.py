@@ -9,8 +9,8 @@ from rlflow.engines.sharded.settings import TRAINING_MEMORY as FP32
 from rlflow.errors import PlacementError
 from rlflow.resources.demand import Demand
 from rlflow.resources.layout import GIB, Layout, Resources
-from rlflow.resources.memory.phases import host_terms, update_terms
-from rlflow.resources.memory.state import persistent_buffers, state_terms
+from rlflow.resources.memory.phases import _step_bytes, host_terms, update_terms
+from rlflow.resources.memory.state import persistent_buffers, pipeline_stages, state_terms
 from tests.unit.resources.memory.test_phases import card
 
 SEVEN_B = card("qwen2_5_7b")
@@ -49,6 +49,14 @@ def test_a_tensor_larger_than_a_bucket_is_reduced_by_itself() -> None:
     two, three = (update_terms(SEVEN_B, layout(stage), FP32, 64)["gathered"] for stage in (2, 3))
     assert two == pytest.approx((2 + 2 + 4) * LARGEST / GIB)
     assert three == pytest.approx(((2 + 4) * LARGEST + 2e9) / GIB)
+
+
+def test_muon_has_one_moment_of_the_layers() -> None:
+    """Embedding and head keep both. The step of the largest matrix, 3584 x 18944, takes 16 bytes a value."""
+    muon = replace(FP32, muon=True)
+    plain, less = (state_terms(SEVEN_B, layout(3), training)["optimizer"] for training in (FP32, muon))
+    assert plain - less == pytest.approx(4 * (EIGHTH - 2 * LARGEST / 8 / GIB))
+    assert _step_bytes(SEVEN_B, layout(3), muon, next(pipeline_stages(SEVEN_B, layout(3)))) == 16 * 3584 * 18944
 
 
 def test_stage_3_keeps_a_bucket_in_fp32() -> None:

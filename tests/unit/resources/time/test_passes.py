@@ -238,6 +238,18 @@ def test_an_update_takes_six_operations_a_parameter_and_token(checkpointing: int
     assert update == pytest.approx(passes * forward, rel=1e-3)
 
 
+def test_muon_multiplies_whole_matrices_on_every_rank() -> None:
+    """Five steps of 4 m^2 n + 2 m^3 for each m x n matrix of a layer, with m = 4096 and n from 4096 to 14336."""
+    operations = sum(
+        32 * count * 5 * (4 * min(rows, 4096) ** 2 * max(rows, 4096) + 2 * min(rows, 4096) ** 3)
+        for count, rows in ((2, 1024), (2, 4096), (3, 14336))
+    )
+    for ranks in (1, 8):
+        layout, batch = replace(LAYOUT, data_parallel_size=ranks), PassBatch(tokens=1e6, length=1, minibatches=2)
+        plain, more = (training(LLAMA, layout, ideal(), batch, Kernels(muon=muon)).seconds for muon in (False, True))
+        assert more - plain == pytest.approx(2 * operations / 989.4e12, rel=0.15)
+
+
 def test_only_matrix_products_are_cheaper_for_adapters() -> None:
     """Attention over 4096 keys on average: 4 operations for each, 4096 wide, in 32 layers, in three passes."""
     full, adapters = (
