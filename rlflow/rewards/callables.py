@@ -35,8 +35,8 @@ T = TypeVar("T")
 _TIMEOUT = "timeout_s"
 # A function with one of these receives it for each response.
 _OF_RESPONSES = {"token_ids": "token_ids", "finish_reasons": "finish_reason"}
-# Responses in one call of an async function, which is likely to wait for a service.
-_ASYNC_BATCH_SIZE = 32
+# Responses in one call of an async function, which is likely to wait for a service about all of them at once.
+_ASYNC_BATCH_SIZE = 256
 # Responses in one call of a function that takes lists: more than one, so that a single value for all is noticed.
 _LIST_BATCH_SIZE = 2
 

@@ -43,7 +43,7 @@ class ProcessPool:
         """Call a callable with texts and a row for each; return a future of the outcome for each text.
 
         The texts are divided into batches of the size that the callable takes. A batch that fails as a whole is
-        repeated with one text at a time. Cancelled futures get no outcome, and their calls are left out unless they
+        repeated in halves. Cancelled futures get no outcome, and their calls are left out unless they
         have started. Futures raise EngineError when no worker can be started.
         """
         futures: list[Future[Any]] = [Future() for _ in texts]
@@ -66,9 +66,10 @@ class _Call:
     futures: "Sequence[Future[Any]]"
 
     def split(self) -> "list[_Call]":
-        """Return a call for each text."""
-        entries = zip(self.texts, self.rows, self.futures, strict=True)
-        return [_Call(self.name, [text], [row], [future]) for text, row, future in entries]
+        """Return a call for each half of the texts."""
+        middle = len(self.texts) // 2
+        parts = slice(middle), slice(middle, None)
+        return [_Call(self.name, self.texts[part], self.rows[part], self.futures[part]) for part in parts]
 
 
 class _Dispatcher:
@@ -103,8 +104,8 @@ class _Dispatcher:
         if isinstance(answer, Failure):
             is_late = answer.kind == "timeout" and not self._callables[call.name].enforces_timeout
             if len(call.texts) > 1 and (is_late or answer.kind in ("raised", "died")):
-                for single in call.split():
-                    self._calls.put(single)
+                for half in call.split():
+                    self._calls.put(half)
                 return
             answer = [answer] * len(call.texts)
         for future, outcome in zip(call.futures, answer, strict=True):

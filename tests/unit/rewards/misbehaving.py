@@ -1,5 +1,6 @@
 """Reward functions that do what they should not, chosen by the response."""
 
+import asyncio
 import ctypes
 import itertools
 import os
@@ -24,6 +25,23 @@ def by_fours(texts: Texts, rows: Rows) -> list[float]:
     if "hang" in texts:
         hang(texts)
     return [float(len(texts))] * len(texts)
+
+
+async def waits(texts: Texts, rows: Rows) -> list[float]:
+    """Return for each text the most calls that were in flight at once with its own; "raise" fails."""
+    in_flight, most = 0, 0
+
+    async def ask(text: str) -> None:
+        nonlocal in_flight, most
+        in_flight += 1
+        most = max(most, in_flight)
+        await asyncio.sleep(0.05)
+        if text == "raise":
+            raise ValueError
+        in_flight -= 1
+
+    await asyncio.gather(*map(ask, texts))
+    return [float(most)] * len(texts)
 
 
 @batched(4)

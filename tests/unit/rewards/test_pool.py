@@ -44,6 +44,7 @@ def pool() -> Iterator[ProcessPool]:
     parts = {
         "does": part(),
         "by_fours": part("by_fours"),
+        "waits": part("waits"),
         "brief": part(timeout_s=0.02),
         # On a busy machine a new worker may answer late.
         "patient": part(timeout_s=30.0),
@@ -110,7 +111,7 @@ def test_what_goes_wrong_is_a_failure_with_a_reason(does: str, kind: Kind, reaso
 
 def test_of_a_batch_only_the_response_that_hangs_fails(pool: ProcessPool) -> None:
     found = outcomes(pool, ["a", "b", "hang", "d", "e"], "by_fours")
-    assert found == [1.0, 1.0, Failure("timeout", "took longer than its timeout_s of 0.5 s"), 1.0, 1.0]
+    assert found == [2.0, 2.0, Failure("timeout", "took longer than its timeout_s of 0.5 s"), 1.0, 1.0]
 
 
 @pytest.mark.slow
@@ -333,6 +334,16 @@ def test_a_function_that_only_this_process_can_import(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "made_here", module)
     with pytest.raises(EngineError, match=r"^reward 'made_here' cannot be loaded in the fork server: function: 'made"):
         ProcessPool({"made_here": RewardTerm(function="made_here:reward")})
+
+
+def test_a_process_has_200_async_calls_in_flight(pool: ProcessPool) -> None:
+    assert outcomes(pool, ["good"] * 200, "waits") == [200.0] * 200
+
+
+def test_one_of_200_async_calls_that_raises_fails_alone(pool: ProcessPool) -> None:
+    found = outcomes(pool, ["good"] * 150 + ["raise"] + ["good"] * 49, "waits")
+    assert [place for place, outcome in enumerate(found) if isinstance(outcome, Failure)] == [150]
+    assert max(outcome for outcome in found if isinstance(outcome, float)) == 100
 
 
 @pytest.mark.parametrize(
