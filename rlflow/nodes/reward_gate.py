@@ -18,8 +18,8 @@ from rlflow.nodes.advantages import groups_of
 from rlflow.nodes.base import Formula, Node, State
 from rlflow.schema import Coefficient, Count
 
-# The accuracy must exceed its bound by so many standard errors.
-_STANDARD_ERRORS = 2.0
+# The accuracy must exceed its bound by so many standard errors, and the true reward may fall by so many.
+_STANDARD_ERRORS, _FALL_ERRORS = 2.0, 4.0
 _EPSILON = 1e-6
 
 
@@ -77,10 +77,13 @@ class ScaledReward(Node, kind="scaled_reward", unit="sample", reads_tokens=False
 
 
 @dataclass
-class RecentAccuracies(State):
-    """The accuracies of the last groups."""
+class RecentGroups(State):
+    """The accuracies and the mean true rewards of the last groups."""
 
     accuracies: list[float] = field(default_factory=list)
+    truths: list[float] = field(default_factory=list)
+    best: float | None = None
+    """The largest mean of ``truths`` so far, over as many groups as are counted."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -100,19 +103,23 @@ class RewardGate(Node, kind="reward_gate", unit="batch", compares_groups=True):
     """The rewards as they are, as long as they rank the responses to a prompt as ``truth`` does.
 
     The accuracy of a group is the share of its pairs with different true rewards that ``rewards`` orders as they do; a
-    tie counts half. The run ends where its mean over the last groups is not above ``least``, by two standard errors.
+    tie counts half. The run ends where its mean over the last groups is not above ``least``, by two standard errors. It
+    also ends where the mean of ``truth`` over the last groups is four standard errors below its best.
     """
 
     least: Annotated[float, Ge(0), Lt(1)] = 0.5
     """The accuracy that must be exceeded: chance."""
     groups: Count = 200
-    """The number of last groups with different true rewards that are counted. With fewer, nothing is decided yet."""
+    """The number of last groups that are counted. With fewer, nothing is decided yet."""
+    may_fall: bool = False
+    """Continue although true rewards fall, as where a curriculum makes prompts harder."""
 
     def formula(self, symbols: Mapping[str, str]) -> Formula:
         return Formula(symbol="r", expression=symbols["rewards"])
 
-    def run(self, rollouts: Rollouts, rewards: Rewards, truth: Rewards, state: RecentAccuracies) -> Rewards:
-        accuracies = group_accuracies(groups_of(rollouts), rewards.values, truth.values)
+    def run(self, rollouts: Rollouts, rewards: Rewards, truth: Rewards, state: RecentGroups) -> Rewards:
+        group = groups_of(rollouts)
+        accuracies = group_accuracies(group, rewards.values, truth.values)
         state.accuracies = [*state.accuracies, *accuracies][-self.groups :]
         accuracy = float(np.mean(state.accuracies)) if state.accuracies else np.nan
         error = float(np.std(state.accuracies)) / sqrt(self.groups) if state.accuracies else np.nan
@@ -121,7 +128,23 @@ class RewardGate(Node, kind="reward_gate", unit="batch", compares_groups=True):
             fact = f"they order {share} as 'truth' does, which is not clearly above {self.least:.0%}"
             fix = "a reward model that is trained on pairs of this policy's responses (node preference_pairs)"
             raise RecipeError("rewards", fact, fix=fix)
+        known = ~np.isnan(truth.values)
+        truths = [float(truth.values[known & (group == number)].mean()) for number in np.unique(group[known])]
+        self._check_truth([*state.truths, *truths][-self.groups :], state)
         return CheckedRewards(values=rewards.values, turns=rewards.turns, accuracy=accuracy)
+
+    def _check_truth(self, truths: list[float], state: RecentGroups) -> None:
+        """Raise RecipeError if the policy has become worse for the rewards that it is trained on."""
+        state.truths = truths
+        if len(truths) < self.groups:
+            return
+        mean, error = float(np.mean(truths)), float(np.std(truths)) * sqrt(2 / self.groups)
+        best = mean if state.best is None else state.best
+        if not self.may_fall and mean < best - _FALL_ERRORS * error:
+            fact = f"'truth' has fallen from {best:.3g} to {mean:.3g} while the policy was trained for them"
+            fix = "fewer steps, a larger kl_coef, or a reward model that is trained on pairs of this policy's responses"
+            raise RecipeError("rewards", fact, fix=fix)
+        state.best = max(best, mean)
 
 
 def group_accuracies(

@@ -9,7 +9,7 @@ from rlflow.batch import Rewards
 from rlflow.errors import RecipeError
 from rlflow.nodes.reward_gate import (
     CheckedRewards,
-    RecentAccuracies,
+    RecentGroups,
     RewardGate,
     ScaledReward,
     ScoreMoments,
@@ -63,7 +63,7 @@ def test_the_accuracy_in_groups_against_a_plain_loop() -> None:
 
 def test_scores_that_rank_like_chance_end_the_run() -> None:
     """Two groups count, because their true rewards differ. The last three decide."""
-    truth, gate, state = rewards([0, 0, 1, 1, 1, 0, 0, 0, 1, 1, 1, 0, 0, 0]), RewardGate(groups=3), RecentAccuracies()
+    truth, gate, state = rewards([0, 0, 1, 1, 1, 0, 0, 0, 1, 1, 1, 0, 0, 0]), RewardGate(groups=3), RecentGroups()
     good, wrong = rewards([0, 1, 2, 3, *range(10)]), rewards([3, 2, 1, 0, *range(9, -1, -1)])
     passed = gate.run(GIVEN, wrong, truth, state)
     assert isinstance(passed, CheckedRewards)
@@ -75,6 +75,27 @@ def test_scores_that_rank_like_chance_end_the_run() -> None:
 
 
 def test_a_true_reward_that_never_differs_decides_nothing() -> None:
-    gate, state = RewardGate(groups=1), RecentAccuracies()
+    gate, state = RewardGate(groups=1), RecentGroups()
     output = gate.run(GIVEN, rewards(list(range(len(GIVEN)))), rewards([1.0] * len(GIVEN)), state)
     assert "accuracy" not in output.metrics()
+
+
+@pytest.mark.parametrize(("later", "falls"), [(0.4, False), (0.25, True)])
+def test_a_run_whose_true_rewards_fall_ends(later: float, falls: bool) -> None:
+    """At first 100 of 200 responses, each to a prompt of its own, are right, then 80 or 50.
+
+    A mean of 200 ones and zeros has a standard error of at most 0.035, and the difference of two of 0.05.
+    """
+    alone = rollouts(sequences([2] * 200, [[3]] * 200))
+    scores, state = rewards([0.0] * 200), RecentGroups()
+    right = [1.0] * 100 + [0.0] * 100
+    fewer = [1.0] * round(200 * later) + [0.0] * (200 - round(200 * later))
+    RewardGate().run(alone, scores, rewards(right), state)
+    restored = RecentGroups()
+    restored.load_state_dict(state.state_dict())
+    RewardGate(may_fall=True).run(alone, scores, rewards(fewer), state)
+    if falls:
+        with pytest.raises(RecipeError, match=r"'truth' has fallen from 0\.5 to 0\.25 while"):
+            RewardGate().run(alone, scores, rewards(fewer), restored)
+    else:
+        RewardGate().run(alone, scores, rewards(fewer), restored)
