@@ -48,7 +48,7 @@ FAKE = ("--config-dir", str(CONFIG_DIR), "recipe=fake")
 FEW = {"grpo_tiny", "ppo_tiny", "dpo_7b", "grpo_32b"}
 NAMES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
 # Recipes that need many hosts, with as many.
-LARGE = {"dpo_deepseek_v3": "32x8", "grpo_70b": "8x8", "gspo_235b_a22b": "8x8"}
+LARGE = {"dpo_deepseek_v3": "32x8", "grpo_70b": "8x8", "gspo_235b_a22b": "8x8", "gspo_deepseek_v3": "32x8"}
 SETS_OF_RECIPES = [
     pytest.param(sorted(FEW), id="few"),
     pytest.param([name for name in NAMES if name not in FEW], marks=pytest.mark.slow, id="others"),

@@ -279,7 +279,9 @@ class EngineSpec:
     """The rank of this worker in its role. Ranks that share sequences (sequence parallelism) are neighbours."""
     world_size: int = 1
     address: str = "127.0.0.1:29500"
-    """HOST:PORT on which rank 0 listens for the role's other workers."""
+    """HOST:PORT on which rank 0 listens for the role's other workers, or an engine for its processes on other hosts."""
+    host_rank: int = 0
+    """The number of this host among those of the engine."""
     max_model_len: int | None = None
     """The most tokens of a prompt and its response together; None for a role that generates nothing."""
     max_num_seqs: int = 256

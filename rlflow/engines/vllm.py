@@ -28,10 +28,10 @@ from rlflow.engines.serving.settings import (
     model_files,
     set_environment,
 )
-from rlflow.engines.serving.weights import ExpectedWeights, adapter_folder, write_shared_files
+from rlflow.engines.serving.weights import ExpectedWeights, adapter_folder, parts_for_ranks
 from rlflow.engines.vision.passes import ServedImages, create_vision
 from rlflow.errors import EngineError, UserError, first_line
-from rlflow.system.compat.vllm import kernels_are_loaded, replace_logprobs
+from rlflow.system.compat.vllm import kernels_are_loaded, replace_logprobs, wait_for_ranks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,11 +83,20 @@ class VllmEngine(SessionEngine):
         self._max_num_seqs = spec.max_num_seqs
         self._cache_tokens = self._batcher.call(_count_cache_tokens)
 
+    @staticmethod
+    def follow(spec: EngineSpec) -> None:
+        """Run the ranks of an engine on a host that is not its first. Returns when one of them has ended."""
+        set_environment(spec)
+        with model_files(spec) as folder:
+            config = load_config(spec.model_name, folder, trust_remote_code=spec.model.trust_remote_code)
+            wait_for_ranks(engine_arguments(spec, folder, config))
+
     def _start(self, arguments: dict[str, Any]) -> Any:
         from vllm import LLMEngine
         from vllm.engine.arg_utils import EngineArgs
 
         engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        _on_ranks(engine, "end_with_engine")
         _on_ranks(engine, "prepare_sampler", self._never_sampled)
         replace_logprobs(_append_logprobs)
         if self._num_experts:
@@ -236,7 +245,7 @@ class VllmEngine(SessionEngine):
     def _load_model(self, engine: Any, weights: "Iterable[tuple[str, Tensor]]") -> None:
         """Load weights of the model. Raises EngineError if a parameter of vLLM that must change got none."""
         _on_ranks(engine, "begin_reload", self._spec.synced_parts)
-        for part in [weights] if self._spec.layout.model_parallel_size == 1 else write_shared_files(weights):
+        for part in parts_for_ranks(weights, self._spec.layout):
             _on_ranks(engine, "reload_weights_part", part)
         if missing := {name for names in _on_ranks(engine, "finish_reload") for name in names}:
             raise EngineError(f"role {self._spec.role}: the weights lack vLLM's '{min(missing)}'.")

@@ -201,6 +201,7 @@ def describe_layout(layout: Layout) -> str:
         ("ep", layout.expert_parallel_size),
     )
     words = [f"{name} {size}" for name, size in degrees if size > 1] or ["1 worker"]
+    words += [f"{layout.hosts_per_engine} hosts each"] * (layout.hosts_per_engine > 1)
     if layout.num_replicas is not None:
         words.append("sharded" if layout.zero_stage else "whole")
         words += [f"{layout.num_replicas} replicas"] * (layout.num_replicas > 1)

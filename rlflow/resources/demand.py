@@ -80,8 +80,8 @@ class Demand:
         if stages > layers:
             raise self._error("pipeline_parallel_size", f"{stages} stages for {layers} layers", fix=str(layers))
         tensor, sequence = (self.pinned(f"{way}_parallel_size") or 1 for way in ("tensor", "sequence"))
-        if stages > 1 and (size := tensor * sequence * stages) > largest_host:
-            fact = f"the {size} GPUs of one engine do not fit on one host (hosts have {largest_host})"
+        if self.follows_lora is not None and stages > 1 and (size := tensor * sequence * stages) > largest_host:
+            fact = f"the {size} GPUs of one engine with adapters do not fit on one host (hosts have {largest_host})"
             fits = max(1, largest_host // (tensor * sequence))
             raise self._error("pipeline_parallel_size", fact, fix=str(fits))
         needed = 0 if self.pins.offload == "auto" else OFFLOAD_STAGES[self.pins.offload]

@@ -29,7 +29,8 @@ class Resources(Section):
     tensor_parallel_size: Count | Auto = "auto"
     """GPUs of one host that divide each layer among them."""
     pipeline_parallel_size: Count | Auto = "auto"
-    """Groups of GPUs of one host that hold one part of an engine's layers each."""
+    """Groups of GPUs that hold one part of an engine's layers each. If a host has too few GPUs for all, they are spread
+    evenly over several."""
     data_parallel_size: Count | Auto = "auto"
     """Ranks or engines that each work on their own part of a batch."""
     sequence_parallel_size: Count | Auto = "auto"
@@ -75,6 +76,8 @@ class Layout:
     data_parallel_size: int = 1
     sequence_parallel_size: int = 1
     expert_parallel_size: int = 1
+    hosts_per_engine: int = 1
+    """Hosts over which the pipeline stages of an engine are spread, evenly."""
     num_replicas: int | None = None
     """Copies of the sharded state among the data-parallel ranks."""
     reduces_once: bool = False
@@ -102,7 +105,7 @@ class Layout:
     @property
     def num_gpus(self) -> int:
         """Return the number of GPUs that the role uses."""
-        return self.data_parallel_size * self.group_size
+        return self.data_parallel_size * self.group_size * self.hosts_per_engine
 
     @property
     def num_shards(self) -> int:
@@ -112,16 +115,16 @@ class Layout:
     @property
     def group_size(self) -> int:
         """Return the number of GPUs of a group that must be inside one host."""
-        return self.model_parallel_size * self.sequence_parallel_size
+        return self.model_parallel_size * self.sequence_parallel_size // self.hosts_per_engine
 
     @property
     def ranks_per_share(self) -> int:
-        """Return the number of processes with the same rows: those of a group, each with a part of the work."""
-        return self.group_size // self.gpus_per_process
+        """Return the number of workers with the same rows: those of a group, each with a part of the work."""
+        return self.model_parallel_size * self.sequence_parallel_size // self.gpus_per_worker
 
     @property
-    def gpus_per_process(self) -> int:
-        """Return the number of GPUs of a process: those of an engine, or one where the processes are ranks of torch."""
+    def gpus_per_worker(self) -> int:
+        """Return the number of GPUs of a worker: those of an engine, or one where the workers are ranks of torch."""
         return self.model_parallel_size if self.num_replicas is None else 1
 
     @property
@@ -132,6 +135,12 @@ class Layout:
     def recomputed_share(self, num_layers: int) -> float:
         """Return the share of a model's layers whose activations are computed again in the backward pass."""
         return 1 - self.kept_layers / num_layers if self.gradient_checkpointing else 0.0
+
+
+def hosts_of_engine(stages: int, stage_gpus: int, largest_group: int) -> int:
+    """Return the fewest hosts whose groups of at most ``largest_group`` GPUs hold an engine's stages evenly."""
+    even = (hosts for hosts in range(1, stages) if stages % hosts == 0)
+    return next((hosts for hosts in even if stages // hosts * stage_gpus <= largest_group), stages)
 
 
 PoolGpus = list[tuple[str, tuple[int, ...]]]
@@ -151,7 +160,12 @@ class Worker:
     """A process of a role, or the processes of one engine, with their GPUs."""
 
     bundles: tuple[Bundle, ...]
-    """GPUs of one host: of an engine, a tensor-parallel group for each pipeline stage."""
+    """Its GPUs, host by host: of an engine, a tensor-parallel group for each pipeline stage."""
+
+    def on_hosts(self, layout: Layout) -> list[tuple[Bundle, ...]]:
+        """Return its GPUs on each host of its engine."""
+        size = len(self.bundles) // layout.hosts_per_engine
+        return [self.bundles[start : start + size] for start in range(0, len(self.bundles), size)]
 
 
 @dataclass(frozen=True)
@@ -169,10 +183,7 @@ class RolePlacement:
 
 def workers(layout: Layout, pool: PoolGpus) -> Iterator[Worker]:
     """Yield the workers of a role on the GPUs of its pool. Groups stay inside hosts."""
-    size, together = layout.gpus_per_process, layout.group_size
-    shares = [
-        Worker(tuple(Bundle(host, gpu) for gpu in gpus[start : start + size]))
-        for host, gpus in pool
-        for start in range(0, len(gpus) // together * together, size)
-    ]
-    yield from shares[: layout.data_parallel_size * layout.ranks_per_share]
+    size, together = layout.gpus_per_worker, layout.group_size
+    bundles = [Bundle(host, gpu) for host, gpus in pool for gpu in gpus[: len(gpus) // together * together]]
+    for start in range(0, layout.num_gpus, size):
+        yield Worker(tuple(bundles[start : start + size]))

@@ -94,6 +94,8 @@ NAMES: dict[str, list[tuple[str, str, str | None]]] = {
     "vllm": [
         ("vllm.v1.core.sched.scheduler", "Scheduler._preempt_request", "self request timestamp drop_stale_output"),
         ("vllm.v1.engine", "FinishReason.ABORT", None),
+        ("vllm.v1.executor.multiproc_executor", "MultiprocExecutor", "vllm_config monitor_workers"),
+        ("vllm.v1.executor.multiproc_executor", "MultiprocExecutor.start_worker_monitor", "self inline"),
         ("vllm.v1.engine.logprobs", "LogprobsProcessor.update_from_output", "self output"),
         ("vllm.v1.sample.ops.topk_topp_sampler", "apply_top_k_top_p", "logits k p"),
         ("vllm.v1.worker.gpu.sample.sampler", "Sampler._sample_random", None),

@@ -26,8 +26,8 @@ WITH_VLLM = [
 ]
 # vLLM asks the processor of a model that sees images, and a card has none.
 SEES = {"grpo_internvl_8b"}
-# Two hosts have no room for it.
-LARGE = {"gspo_235b_a22b"}
+# Two hosts have no room for them.
+LARGE = {"gspo_235b_a22b", "gspo_deepseek_v3"}
 
 
 @pytest.fixture(scope="module")

@@ -139,7 +139,7 @@ def test_ray_knows_the_options_of_workers() -> None:
         hosts={"host-0": live("host-0", simulated=True)},
     )
     actors = RoleWorkers(plan, "rollout", plan.recipe.models["policy"], placed, StoreUsage({}), Mock())
-    assert actors._options(plan.roles["rollout"].workers[0]).keys() <= actor_options.keys()
+    assert actors._options(bundles[0]).keys() <= actor_options.keys()
 
 
 def test_vllm_reads_the_variables_that_are_set_for_it() -> None:

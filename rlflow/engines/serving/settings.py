@@ -102,7 +102,6 @@ def check_model(spec: EngineSpec, config: Any) -> None:
 def engine_arguments(spec: EngineSpec, folder: str, config: Any, adapted_layers: Sequence[str] = ()) -> dict[str, Any]:
     """Return the fields of vLLM's EngineArgs; ``config`` is transformers' configuration of the model."""
     layout, family, config = spec.layout, find_family(config.model_type), config.get_text_config()
-    num_ranks = layout.tensor_parallel_size * layout.pipeline_parallel_size
     max_model_len = spec.max_model_len or config.max_position_embeddings
     arguments: dict[str, Any] = {
         "model": folder,
@@ -114,7 +113,7 @@ def engine_arguments(spec: EngineSpec, folder: str, config: Any, adapted_layers:
         "max_num_seqs": spec.max_num_seqs,
         "tensor_parallel_size": layout.tensor_parallel_size,
         "pipeline_parallel_size": layout.pipeline_parallel_size,
-        "distributed_executor_backend": "uni" if num_ranks == 1 else "mp",
+        "distributed_executor_backend": "uni" if layout.model_parallel_size == 1 else "mp",
         "enable_prefix_caching": True,
         "logprobs_mode": "processed_logprobs",
         # The recipe decides how to sample, not the model's recommended generation configuration.
@@ -141,6 +140,14 @@ def engine_arguments(spec: EngineSpec, folder: str, config: Any, adapted_layers:
             "max_lora_rank": reserved_rank(spec.lora),
             # By default vLLM reserves memory for adapters of all layers, including the output layer.
             "lora_target_modules": list(adapted_layers),
+        }
+    if layout.hosts_per_engine > 1:
+        address, _, port = spec.address.rpartition(":")
+        arguments |= {
+            "nnodes": layout.hosts_per_engine,
+            "node_rank": spec.host_rank,
+            "master_addr": address,
+            "master_port": int(port),
         }
     if spec.device == "cpu":
         return arguments | {
@@ -181,8 +188,8 @@ def _cpu_cache_bytes(spec: EngineSpec, config: Any, max_model_len: int) -> int:
 
 
 def _cores(spec: EngineSpec) -> str:
-    """Return the CPU cores of each rank, in vLLM's notation. A single rank is not bound to cores."""
-    num_ranks = spec.layout.tensor_parallel_size * spec.layout.pipeline_parallel_size
+    """Return the CPU cores of each rank on this host, in vLLM's notation. A single rank is not bound to cores."""
+    num_ranks = spec.layout.group_size
     if num_ranks == 1:
         return "nobind"
     cores = sorted(os.sched_getaffinity(0))

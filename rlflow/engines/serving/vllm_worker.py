@@ -4,6 +4,7 @@ vLLM reloads a layer once all of its weights have arrived: it repacks them for i
 the old weights are.
 """
 
+import os
 from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,11 +12,13 @@ from typing import Any
 
 from rlflow.batch.routing import Routing
 from rlflow.engines import times
+from rlflow.engines.buckets import Bucket
 from rlflow.engines.serving.routing import RoutingRecorder
 from rlflow.engines.serving.weights import SharedFile
 from rlflow.errors import first_line
 from rlflow.resources.models.vision import Part
 from rlflow.system.compat import vllm
+from rlflow.system.processes import die_with_parent
 
 
 class WorkerExtension:
@@ -27,6 +30,11 @@ class WorkerExtension:
     _rlflow_missing: set[str]
     _rlflow_routing: RoutingRecorder
 
+    def end_with_engine(self) -> None:
+        """End this process with the one that started it, also while it waits for a rank that has ended."""
+        if self.vllm_config.parallel_config.world_size > 1:
+            die_with_parent(os.getppid())
+
     def prepare_sampler(self, never: Sequence[int] = ()) -> None:
         """Draw each token from its sample's seed and its position alone, and score it before top-p cuts the logits.
 
@@ -36,6 +44,7 @@ class WorkerExtension:
         runner, cut = self.model_runner, list(never)
         if not self.vllm_config.use_v2_model_runner:
             runner.sampler.topk_topp_sampler.forward = partial(_sample, runner, cut)
+            vllm.prepare_stage(runner)
         elif runner.sampler is not None:  # only the last pipeline stage samples
             vllm.wrap_random_sampling(runner.sampler, lambda sample: partial(_sample_on_gpu, sample, cut))
 
@@ -81,7 +90,7 @@ class WorkerExtension:
 
     def reload_weights_part(self, weights: Any) -> None:
         """Load some of the weights, named as in the model's files. vLLM keeps each one until its layer is complete."""
-        tensors = weights.tensors() if isinstance(weights, SharedFile) else weights
+        tensors = weights.tensors() if isinstance(weights, SharedFile | Bucket) else weights
         with self._rlflow_config():
             loaded = self.model_runner.get_model().load_weights(tensors)
         # Some models do not report which weights they loaded.

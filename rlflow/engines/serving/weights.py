@@ -1,7 +1,8 @@
 """New weights for vLLM: checked against the model, and written where ranks in other processes can read them.
 
-Full weights reach several ranks in files of one bucket each. Adapters reach them as a folder in peft's format, which is
-what vLLM loads adapters from. Neither touches a disk: the files are in ``/dev/shm``, if the host has it.
+Full weights reach several ranks in files of one bucket each, those on several hosts as the buckets themselves. Adapters
+reach them as a folder in peft's format, which is what vLLM loads adapters from. Nothing touches a disk: files are in
+``/dev/shm``, if the host has it.
 """
 
 import tempfile
@@ -26,6 +27,7 @@ from rlflow.engines.causal_lm.adapters import (
 from rlflow.engines.causal_lm.expert_files import names_in_files, split_experts
 from rlflow.engines.vision.base import find_family
 from rlflow.errors import EngineError
+from rlflow.resources.layout import Layout
 from rlflow.resources.models.lora import Lora
 
 if TYPE_CHECKING:
@@ -110,6 +112,14 @@ class SharedFile:
     def tensors(self) -> "Iterator[tuple[str, Tensor]]":
         """Yield views of the file. Its memory is freed once they and the file are deleted."""
         return Bucket(self.entries, np.memmap(self.path, np.uint8, "r")).tensors()
+
+
+def parts_for_ranks(weights: "Iterable[tuple[str, Tensor]]", layout: Layout) -> "Iterable[Any]":
+    """Return the weights in parts that the ranks of an engine can read, each until the next one is requested."""
+    if layout.model_parallel_size == 1:
+        return [weights]
+    # Ranks on other hosts see none of this host's files.
+    return write_shared_files(weights) if layout.hosts_per_engine == 1 else build_buckets(weights, _FILE_BYTES)
 
 
 def write_shared_files(weights: "Iterable[tuple[str, Tensor]]") -> Iterator[SharedFile]:

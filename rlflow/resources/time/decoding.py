@@ -191,6 +191,8 @@ class Decoder:
     launches: float
     """The least time of a step, to launch its kernels."""
     forward: tuple[Architecture, int]
+    boundaries: int
+    """Times that a token's hidden states go from one host to the next."""
     value_bytes: float
     """The size of an activation and of a value in the KV cache."""
     is_cpu: bool
@@ -219,11 +221,19 @@ class Decoder:
         model, gpus = self.forward
         speed = speed.burst
         message = 2 * model.num_blocks * 2 * model.hidden_size * (self.width - 1) / self.width
-        moved = tokens * message / speed.ring(self.width)
+        moved = tokens * (message / speed.ring(self.width) + self.boundaries * _stage_message(model, speed))
         work = forward_work(model, self.value_bytes)
         computed = work.product_seconds(speed, tokens) + work.other_seconds(speed, tokens, length, fused=True)
         batches = ceil(tokens / MAX_BATCHED_TOKENS)
         return computed / gpus + moved + batches * model.num_blocks / 2 * speed.efficiency.prefill_layer_s
+
+
+def _stage_message(model: Architecture, speed: Speed) -> float:
+    """Return the time to send what a stage knows of a token, its hidden states and their residual, to another host.
+
+    Each tensor-parallel rank sends a part (vllm/distributed/parallel_state.py, send_tensor_dict).
+    """
+    return 2 * 2 * model.hidden_size / (speed.network * speed.efficiency.link * speed.gpus_per_host)
 
 
 @lru_cache(maxsize=1024)
@@ -263,6 +273,10 @@ def decoder_of(
         message = 2 * model.hidden_size * 2 * (width - 1) / width / speed.ring(width)
         step += blocks * efficiency.decode_message_s * (3 if width > speed.gpus_per_host else 1)
         each += blocks * message / stages
+    # An engine on several hosts has an equal number of stages on each.
+    boundaries = max(0, min(stages, ceil(width * stages / speed.gpus_per_host)) - 1)
+    step += boundaries * efficiency.decode_message_s * 3
+    each += boundaries * _stage_message(model, speed) / stages
     head = model.vocab_size * model.hidden_size if model.head_parameters == 0 else 0
     dense = model.num_parameters - model.num_expert_parameters - model.embedding_parameters + head
     return Decoder(
@@ -278,6 +292,7 @@ def decoder_of(
         width=width,
         launches=blocks / 2 * efficiency.eager_layer_s + efficiency.decode_step_s if eager else 0.0,
         forward=(model, width * stages),
+        boundaries=boundaries,
         value_bytes=value_bytes,
         is_cpu=speed.is_cpu,
     )

@@ -2,7 +2,10 @@
 
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import ray
@@ -13,7 +16,7 @@ from rlflow.engines.base import EngineSpec
 from rlflow.engines.registry import engine_kind
 from rlflow.errors import EngineError
 from rlflow.recipe import Model
-from rlflow.resources.layout import Worker
+from rlflow.resources.layout import Bundle
 from rlflow.runtime.engine_specs import gpu_transport, is_on_gpu, spec_of
 from rlflow.runtime.objects.ray_api import this_host, wait_all
 from rlflow.runtime.objects.store_usage import StoreUsage, current_edge
@@ -60,7 +63,9 @@ class RoleWorkers:
         """The engines are connected to the role that sends them weights from GPU to GPU."""
         self._records_calls = False
         self._processes: list[RemoteProcess] = []
-        """The EngineWorkers, by rank."""
+        """The EngineWorkers, by rank; of an engine over several hosts the one on its first."""
+        self._followers: dict[int, list[RemoteProcess]] = {}
+        """The EngineWorkers on an engine's other hosts, by its rank."""
 
     def __len__(self) -> int:
         return len(self._workers)
@@ -91,14 +96,15 @@ class RoleWorkers:
     def start(self) -> None:
         """Start the processes and build their engines. Raises EngineError and UserErrors."""
         self._processes = [self._new_process(rank) for rank in range(len(self))]
+        self._start_followers(range(len(self)))
         self._build(range(len(self)))
         self.receivers_connected = False
 
     def stop(self) -> None:
         """End all processes."""
-        for process in self._processes:
+        for process in [*self._processes, *chain(*self._followers.values())]:
             process.kill()
-        self._processes = []
+        self._processes, self._followers = [], {}
 
     def restart(self, ranks: Sequence[int]) -> None:
         """Replace the engines of these ranks by new ones in new processes; the others keep running.
@@ -149,17 +155,46 @@ class RoleWorkers:
         """Return the methods that a rank's engine is in, whatever else the worker does."""
         return self._processes[rank].status("calls_in_progress")
 
-    def _new_process(self, rank: int) -> RemoteProcess:
-        host = self._bound.hosts[self._workers[rank].bundles[0].host]
+    def _new_process(self, rank: int, host_rank: int = 0) -> RemoteProcess:
+        bundle = self._gpus(rank)[host_rank][0]
+        host = self._bound.hosts[bundle.host]
         is_here = self._bound.simulated or host.node_id == this_host()
-        options, name = self._options(self._workers[rank]), self.name(rank)
+        name = f"role {self._role}: worker {rank} on {bundle.host}"
+        options = self._options(bundle)
         return RemoteProcess(EngineWorker, options, name, host.node_id, is_here, self._watchdog, self._store_usage)
+
+    def _gpus(self, rank: int) -> list[tuple[Bundle, ...]]:
+        """Return the GPUs of a rank on each of its hosts."""
+        return self._workers[rank].on_hosts(self._plan.roles[self._role].layout)
 
     def _renew_processes(self, ranks: Sequence[int]) -> None:
         """Replace processes by new ones without engines."""
         for rank in ranks:
-            self._processes[rank].kill()
+            for process in (self._processes[rank], *self._followers.pop(rank, ())):
+                process.kill()
             self._processes[rank] = self._new_process(rank)
+        self._start_followers(ranks)
+
+    def _start_followers(self, ranks: Sequence[int]) -> None:
+        for rank in ranks:
+            self._followers[rank] = [self._new_process(rank, host) for host in range(1, len(self._gpus(rank)))]
+
+    def _follow(self, rank: int, address: str) -> None:
+        """Have the other hosts of an engine start their part of it. All parts end with the first that does."""
+        first, followers = self._processes[rank], self._followers[rank]
+
+        def end(call: "Future[Any]") -> None:
+            if self._processes[rank : rank + 1] == [first]:
+                for part in (first, *followers):
+                    part.end(EngineError(str(call.exception())))
+
+        calls = [first.call(self._waits.of("stay"), "stay")] if followers else []
+        for host_rank, follower in enumerate(followers, 1):
+            spec = replace(self._spec(rank, address), host_rank=host_rank)
+            calls.append(follower.call(self._waits.of("follow"), "follow", self._engine, spec))
+        for call in calls:
+            # Ray kills no process from the thread that calls back.
+            call.add_done_callback(lambda call: Thread(target=end, args=[call], daemon=True).start())
 
     def record_calls(self) -> None:
         """Have all workers record the calls of their engines from now on, also new ones."""
@@ -168,9 +203,18 @@ class RoleWorkers:
 
     def _build(self, ranks: Sequence[int]) -> None:
         for attempt in range(1, _PORT_ATTEMPTS + 1):
-            wait_all([self.call(rank, "prepare", self._variables(self._workers[rank])) for rank in ranks])
-            address = f"{self.address}:{wait_all([self.call(0, 'free_port')])[0]}"
-            calls = [self.call(rank, "build", self._engine, self._spec(rank, address)) for rank in ranks]
+            processes = [(self._processes[rank], *self._followers[rank]) for rank in ranks]
+            wait_all(
+                [
+                    process.call(self._waits.of("prepare"), "prepare", self._variables(gpus))
+                    for rank, parts in zip(ranks, processes, strict=True)
+                    for process, gpus in zip(parts, self._gpus(rank), strict=True)
+                ]
+            )
+            addresses = self._addresses(ranks)
+            for rank in ranks:
+                self._follow(rank, addresses[rank])
+            calls = [self.call(rank, "build", self._engine, self._spec(rank, addresses[rank])) for rank in ranks]
             try:
                 wait_all(calls)
                 if self._records_calls:
@@ -186,17 +230,26 @@ class RoleWorkers:
                     wait_all(port_taken)
             self._renew_processes(ranks)
 
+    def _addresses(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Return where the workers of each rank meet: those of one engine, or else those of the whole role."""
+        are_apart = self._plan.roles[self._role].layout.hosts_per_engine > 1
+        meeting = {rank: rank if are_apart else 0 for rank in ranks}
+        firsts = sorted(set(meeting.values()))
+        ports = dict(zip(firsts, wait_all([self.call(rank, "free_port") for rank in firsts]), strict=True))
+        hosts = {rank: self._bound.addresses[self._workers[rank].bundles[0].host] for rank in firsts}
+        return {rank: f"{hosts[first]}:{ports[first]}" for rank, first in meeting.items()}
+
     def _spec(self, rank: int, address: str) -> EngineSpec:
         device = "cuda:0" if is_on_gpu(self._plan) else "cpu"
         plan, role, model = self._plan, self._role, self._model
         return spec_of(plan, role, model, device=device, journal=self._journal, rank=rank, address=address)
 
-    def _options(self, worker: Worker) -> dict[str, Any]:
+    def _options(self, first: Bundle) -> dict[str, Any]:
         """Return Ray's options for the actor.
 
         For Ray it has no GPUs of its own: those of its bundles are reserved already, and roles share them.
         """
-        bundle = self._bound.bundle_indices[worker.bundles[0]]
+        bundle = self._bound.bundle_indices[first]
         return {
             "num_cpus": 0,
             "num_gpus": 0,
@@ -205,26 +258,29 @@ class RoleWorkers:
             "scheduling_strategy": PlacementGroupSchedulingStrategy(self._bound.group, bundle),
         }
 
-    def _variables(self, worker: Worker) -> dict[str, str]:
-        """Return the environment variables of the worker."""
+    def _variables(self, gpus: Sequence[Bundle]) -> dict[str, str]:
+        """Return the environment variables of the process with these GPUs of a host."""
         # Waiting threads spin through the pauses within a step, and leave the cores to other roles after it.
-        variables = {"OMP_NUM_THREADS": str(self._num_threads(worker)), "GOMP_SPINCOUNT": "10000"}
+        variables = {"OMP_NUM_THREADS": str(self._num_threads(gpus)), "GOMP_SPINCOUNT": "10000"}
         if is_on_gpu(self._plan):
             variables |= PCI_ORDER
-            variables["CUDA_VISIBLE_DEVICES"] = ",".join(self._bound.gpu_ids[bundle] for bundle in worker.bundles)
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(self._bound.gpu_ids[bundle] for bundle in gpus)
+        if self._plan.roles[self._role].layout.hosts_per_engine > 1:
+            # vLLM's ranks on other hosts connect to this address.
+            variables["VLLM_HOST_IP"] = self._bound.addresses[gpus[0].host]
         return variables
 
-    def _num_threads(self, worker: Worker) -> int:
-        """Return the worker's part of its host's cores.
+    def _num_threads(self, gpus: Sequence[Bundle]) -> int:
+        """Return the part of a process with these GPUs of its host's cores.
 
         Simulated hosts share this machine's cores, and a process there has at most ``OMP_NUM_THREADS``, as without Ray.
         """
-        host = self._bound.hosts[worker.bundles[0].host]
+        host = self._bound.hosts[gpus[0].host]
         sharing = [self._bound.hosts[bundle.host] for bundle in self._bound.bundle_indices]
         if self._bound.simulated:
-            return max(1, min(num_own_cpus(), num_usable_cpus() * len(worker.bundles) // len(sharing)))
+            return max(1, min(num_own_cpus(), num_usable_cpus() * len(gpus) // len(sharing)))
         cores = next(node["Resources"].get("CPU", 1) for node in ray.nodes() if node["NodeID"] == host.node_id)
-        return max(1, int(cores) * len(worker.bundles) // sharing.count(host))
+        return max(1, int(cores) * len(gpus) // sharing.count(host))
 
 
 def _port_is_taken(call: "Future[Any]") -> bool:

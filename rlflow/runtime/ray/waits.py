@@ -80,6 +80,9 @@ class Waits:
         A ``concurrent`` engine counts its steps.
         """
         samples = _samples(arguments)
+        if method in ("follow", "stay"):
+            # They last as long as the engine.
+            return Wait(method=method, limit_s=math.inf)
         if method in _LOADING:
             return Wait(method=method, node=node, samples=samples)
         if method in _STATE:

@@ -3,6 +3,7 @@
 import gc
 import os
 import queue
+import threading
 from collections.abc import Generator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -70,6 +71,15 @@ class EngineWorker(ObjectProcess):
         gc.freeze()
         self._peaks = PhasePeaks(spec.device)
         self._peaks.record(self._engine)
+
+    def stay(self) -> None:
+        """Wait as long as the process lives."""
+        threading.Event().wait()
+
+    def follow(self, engine: str, spec: EngineSpec) -> None:
+        """Run the part of an engine on this host, which is not its first. Raises EngineError when it ends."""
+        engine_kind(engine).engine.follow(spec)
+        raise EngineError(f"role {spec.role}: a rank of an engine has ended.")
 
     def record_calls(self) -> None:
         """Record the calls of the engine from now on, for a trace."""

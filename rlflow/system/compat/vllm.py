@@ -1,4 +1,4 @@
-"""Private names of vLLM's scheduler, sampler, kernels, routers and reloading of weights."""
+"""Private names of vLLM's scheduler, executor, sampler, kernels, routers and reloading of weights."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +22,29 @@ def kernels_are_loaded() -> bool:
 
     current_platform.import_kernels()
     return hasattr(torch.ops._C, "rms_norm")
+
+
+def wait_for_ranks(arguments: dict[str, Any]) -> None:
+    """Start this host's ranks of an engine over several hosts, and return when one has ended.
+
+    ``arguments``: those of EngineArgs. vLLM itself does so in ``vllm serve --headless`` alone.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    config = EngineArgs(**arguments).create_engine_config(UsageContext.ENGINE_CONTEXT)
+    MultiprocExecutor(config, monitor_workers=False).start_worker_monitor(inline=True)
+
+
+def prepare_stage(runner: Any) -> None:
+    """Give a pipeline stage the memory of its inputs, which vLLM forgets on CPUs without compilation."""
+    from vllm.distributed import get_pp_group
+
+    if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+        )
 
 
 def draw_tokens(logits: Any, keys: Any) -> Any:

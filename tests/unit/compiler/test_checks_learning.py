@@ -79,7 +79,7 @@ def test_a_warm_up_that_is_longer_than_the_run_is_a_warning() -> None:
 
 
 # The hosts of recipes that need more than two.
-LARGE = {"gspo_235b_a22b": "8x8", "dpo_deepseek_v3": "32x8"}
+LARGE = {"gspo_235b_a22b": "8x8", "dpo_deepseek_v3": "32x8", "gspo_deepseek_v3": "32x8"}
 
 
 @pytest.mark.parametrize("names", SETS_OF_RECIPES)

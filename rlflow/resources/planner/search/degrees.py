@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from rlflow.resources.demand import Demand
-from rlflow.resources.layout import Layout, Offload
+from rlflow.resources.layout import Layout, Offload, hosts_of_engine
 from rlflow.resources.planner.pools import PoolShape, Shortage
 
 # Micro-batches on CPUs, where memory is not modelled.
@@ -113,14 +113,22 @@ def with_copies(demand: Demand, shape: PoolShape, base: Layout, sequence: int, s
 
     A pinned number of GPUs is used in full.
     """
-    size = base.tensor_parallel_size * sequence * stages
-    room = shape.groups(size)
+    width = base.tensor_parallel_size * sequence
+    hosts = hosts_of_engine(stages, width, shape.largest_group)
+    size = width * stages // hosts
+    room = shape.groups(size) // hosts
     copies = demand.pinned("data_parallel_size") or room
     if copies < 1 or copies > room:
         groups = f"groups of {size} GPUs inside hosts" if size > 1 else "GPUs"
-        what = f"{max(1, copies)} {groups}, where its pool has {room}"
+        what = f"{max(1, copies) * hosts} {groups}, where its pool has {shape.groups(size)}"
         return Shortage(demand.role, inf, what)
-    layout = replace(base, sequence_parallel_size=sequence, pipeline_parallel_size=stages, data_parallel_size=copies)
+    layout = replace(
+        base,
+        sequence_parallel_size=sequence,
+        pipeline_parallel_size=stages,
+        hosts_per_engine=hosts,
+        data_parallel_size=copies,
+    )
     pinned = demand.pinned("gpus")
     if pinned is not None and "data" in demand.parallel and layout.num_gpus != pinned:
         return Shortage(demand.role, inf, f"only {layout.num_gpus} of its {pinned} pinned GPUs would be used")

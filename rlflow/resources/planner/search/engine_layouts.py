@@ -7,7 +7,7 @@ from math import ceil, floor, inf
 from typing import ClassVar
 
 from rlflow.resources.demand import Demand
-from rlflow.resources.layout import Layout
+from rlflow.resources.layout import GIB, Layout
 from rlflow.resources.memory.phases import EngineMemory, StepLimits, generate_memory
 from rlflow.resources.planner.hosts import HostSet
 from rlflow.resources.planner.pools import PoolShape, RoleChoice, Shortage
@@ -20,6 +20,8 @@ _MAX_UTILIZATION = 0.9
 _ENGINE_ERROR = 1.1
 # Pipeline stages that are tried where they are open.
 _STAGES = (2, 4, 8)
+# Hosts of an engine that are tried, at most.
+_MOST_HOSTS = 8
 
 
 def engine_options(
@@ -33,10 +35,10 @@ def engine_options(
     ]
     model = demand.architecture
     if demand.pinned("pipeline_parallel_size") is None and model is not None and host_set.counts_memory:
-        # An engine is on one host.
         largest = shape.largest_group // base.sequence_parallel_size
         stages_of = {size: min(model.num_hidden_layers, largest // size) for size in sizes}
         degrees += [(size, stages) for size in sizes for stages in _STAGES if stages <= stages_of[size]]
+        degrees += _degrees_over_hosts(demand, sizes[-1], shape, host_set)
     # Stages leave more memory for the KV cache. A full batch is no faster with them, nor is what is left of it.
     fastest: dict[int, EngineOption] = {}
     for size, stages in degrees:
@@ -48,6 +50,21 @@ def engine_options(
             option = EngineOption(demand, tasks, host_set, layout, bound)
             fastest.setdefault(size, option)
             yield option
+
+
+def _degrees_over_hosts(demand: Demand, size: int, shape: PoolShape, host_set: HostSet) -> Iterator[tuple[int, int]]:
+    """Yield the degrees of engines over several hosts, for a model that no host has room for.
+
+    The stages of a host are tensor-parallel groups of ``size``, the largest. Adapters reach the engines of one host.
+    """
+    model, memory_gib = demand.architecture, host_set.memory_gib
+    assert model is not None
+    assert memory_gib is not None
+    on_host = shape.largest_group // size
+    weights_gib = demand.weight_bytes * model.num_parameters / GIB
+    if demand.follows_lora is None and weights_gib > _MAX_UTILIZATION * memory_gib * on_host * size:
+        most = min(shape.groups(on_host * size), model.num_hidden_layers // on_host)
+        yield from ((size, hosts * on_host) for hosts in range(2, most + 1) if hosts <= _MOST_HOSTS)
 
 
 def _tensor_sizes(demand: Demand, shape: PoolShape) -> list[int]:

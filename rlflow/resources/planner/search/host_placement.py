@@ -30,7 +30,7 @@ def place_least(partition: Partition, cache: PoolCache) -> PlacedCandidate | Non
     """Place pools with as few GPUs as they need, and give the last one what is left."""
     requests = []
     for index, roles in enumerate(partition):
-        pins = pool_pins(cache.inputs.demands_of(roles))
+        pins = pool_pins(cache.inputs.demands_of(roles), cache.inputs.host_set(roles).largest_host)
         (size, number), takes_rest = pins.needs[0], index == len(partition) - 1 and pins.gpus is None
         groups = None if takes_rest else number if pins.gpus is None else pins.gpus // size
         requests.append(PoolRequest(",".join(roles), pins.gpus, size, groups, pins.needs, cache.inputs.labels(roles)))
@@ -43,7 +43,7 @@ def _requests(candidate: Candidate, cache: PoolCache) -> tuple[PoolRequest, ...]
     requests = []
     everything = sum(candidate.gpus) == cache.inputs.num_gpus(candidate.partition)
     for index, (roles, used) in enumerate(zip(candidate.partition, candidate.uses, strict=True)):
-        pins = pool_pins(cache.inputs.demands_of(roles))
+        pins = pool_pins(cache.inputs.demands_of(roles), cache.inputs.host_set(roles).largest_host)
         takes_rest = everything and index == len(candidate.partition) - 1 and pins.sizes is None
         gpus = candidate.gpus[index] if pins.sizes else used.num_gpus
         requests.append(

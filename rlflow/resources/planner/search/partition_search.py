@@ -22,7 +22,7 @@ class PartitionSearch:
         inputs = cache.inputs
         self._partition, self._cache = partition, cache
         self._times = PartitionTimes(inputs, partition)
-        pins = [pool_pins(inputs.demands_of(roles)) for roles in partition]
+        pins = [pool_pins(inputs.demands_of(roles), inputs.host_set(roles).largest_host) for roles in partition]
         limits = [inputs.host_set(roles).num_gpus for roles in partition]
         self._sizes = pool_sizes(pins, limits, inputs.num_gpus(partition))
         self._shortages: dict[Shortage, int] = {}

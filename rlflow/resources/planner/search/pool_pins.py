@@ -7,6 +7,7 @@ from math import prod
 
 from rlflow.errors import PlacementError
 from rlflow.resources.demand import Demand
+from rlflow.resources.layout import hosts_of_engine
 
 # Degrees that are tried where they are open.
 _DEGREES = [1, 2, 4, 8]
@@ -29,10 +30,10 @@ class PoolPins:
         return max(size * number for size, number in self.needs)
 
 
-def pool_pins(demands: Sequence[Demand]) -> PoolPins:
+def pool_pins(demands: Sequence[Demand], largest_host: int) -> PoolPins:
     """Return what a pool's roles pin. A role that does not pin ``gpus`` may use a part of its pool.
 
-    Raises PlacementError when they pin different numbers of GPUs.
+    ``largest_host``: the most GPUs of a host. Raises PlacementError when they pin different numbers of GPUs.
     """
     pinned = {demand.role: gpus for demand in demands if (gpus := demand.pinned("gpus")) is not None}
     if len(set(pinned.values())) > 1:
@@ -42,7 +43,7 @@ def pool_pins(demands: Sequence[Demand]) -> PoolPins:
             f"{more} and {less} share GPUs, but pin {pinned[more]} and {pinned[less]} of them",
             fix=f"ask for the same number, or give {more} its own with colocate=[]",
         )
-    needs = tuple(sorted({_group(demand) for demand in demands}, reverse=True))
+    needs = tuple(sorted({_group(demand, largest_host) for demand in demands}, reverse=True))
     if pinned:
         return PoolPins(frozenset(pinned.values()), next(iter(pinned.values())), needs)
     pins = PoolPins(None, None, needs)
@@ -52,13 +53,18 @@ def pool_pins(demands: Sequence[Demand]) -> PoolPins:
     return replace(pins, sizes=frozenset(size for of in sizes for size in of or () if size >= pins.least))
 
 
-def _group(demand: Demand) -> tuple[int, int]:
-    """Return the size and number of the groups that a role has at least."""
-    size = prod(demand.pinned(f"{way}_parallel_size") or 1 for way in ("tensor", "sequence", "pipeline"))
-    gpus = demand.pinned("gpus")
+def _group(demand: Demand, largest_host: int) -> tuple[int, int]:
+    """Return the size and number of the groups inside hosts that a role has at least."""
+    width, stages = _pinned_width(demand), demand.pinned("pipeline_parallel_size") or 1
+    hosts = hosts_of_engine(stages, width, largest_host)
+    size, gpus = width * stages // hosts, demand.pinned("gpus")
     if gpus is not None and "data" in demand.parallel:
         return size, gpus // size
-    return size, demand.pinned("data_parallel_size") or 1
+    return size, hosts * (demand.pinned("data_parallel_size") or 1)
+
+
+def _pinned_width(demand: Demand) -> int:
+    return prod(demand.pinned(f"{way}_parallel_size") or 1 for way in ("tensor", "sequence"))
 
 
 def _sizes_of(demand: Demand) -> frozenset[int] | None:

@@ -131,8 +131,7 @@ class Search:
         for partition in sharing_partitions(list(demands.values())):
             try:
                 for roles in partition:
-                    pool_pins(self.inputs.demands_of(roles))
-                    self.inputs.host_set(roles)
+                    pool_pins(self.inputs.demands_of(roles), self.inputs.host_set(roles).largest_host)
             except PlacementError as error:
                 contradiction = contradiction or error
                 continue

@@ -98,6 +98,19 @@ def test_the_pipeline_stages_of_an_engine_are_on_one_host() -> None:
     assert all(len(worker.bundles) == 4 for worker in workers)
 
 
+def test_stages_that_exceed_a_host_are_spread_evenly() -> None:
+    """Four stages of four GPUs: two stages on each of two hosts. A third host has room for half an engine."""
+    wants: dict[str, Any] = {"tensor_parallel_size": 4, "pipeline_parallel_size": 4}
+    placed = place([demand("rollout", SEVEN_B, **wants)], cluster(8, 8, 8))
+    assert placed is not None
+    rollout = placed.roles["rollout"]
+    [engine] = rollout.workers
+    assert rollout.layout.hosts_per_engine == 2
+    assert [{bundle.host for bundle in gpus} for gpus in engine.on_hosts(rollout.layout)] == [{"host-0"}, {"host-1"}]
+    assert [bundle.gpu for bundle in engine.bundles] == [*range(8), *range(8)]
+    assert place([demand("rollout", SEVEN_B, data_parallel_size=2, **wants)], cluster(8, 8, 8)) is None
+
+
 def test_free_gpus_reserved_hosts_and_labels() -> None:
     hosts = (
         Host(name="a", gpus=8, gpu="h100", free=(2, 3, 5, 7)),
@@ -143,11 +156,6 @@ def test_pinned_values_are_kept() -> None:
     ("wants", "path", "said"),
     [
         ({"tensor_parallel_size": 12}, "roles.rollout", "12 GPUs of one tensor-parallel group do not fit on one host"),
-        (
-            {"tensor_parallel_size": 6, "pipeline_parallel_size": 2},
-            "roles.rollout.pipeline_parallel_size",
-            "the 12 GPUs of one engine do not fit on one host",
-        ),
         ({"tensor_parallel_size": 5}, "roles.rollout.tensor_parallel_size", "24 attention heads"),
         ({"gpus": 6, "tensor_parallel_size": 4}, "roles.rollout.gpus", "tensor_parallel_size 4"),
     ],

@@ -93,7 +93,7 @@ def test_simulated_hosts_share_the_cores_and_keep_the_limit(
         monkeypatch.setenv("OMP_NUM_THREADS", limit)
     actors, worker = role_workers()
     assert len(worker.bundles) == 1
-    assert actors._variables(worker)["OMP_NUM_THREADS"] == threads
+    assert actors._variables(worker.bundles)["OMP_NUM_THREADS"] == threads
 
 
 class TestNumbers:
@@ -101,7 +101,7 @@ class TestNumbers:
 
     def test_workers(self) -> None:
         actors, worker = role_workers()
-        variables = actors._variables(worker)
+        variables = actors._variables(worker.bundles)
         assert variables["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
         assert variables["CUDA_VISIBLE_DEVICES"] == ",".join(str(7 - bundle.gpu) for bundle in worker.bundles)
 
