@@ -20,11 +20,11 @@ from benchmarks.published.cases import Case
 from benchmarks.published.memory import Judged
 from benchmarks.published.rows import Row
 from rlflow.resources.layout import Layout
-from rlflow.resources.memory.allocator import FRAGMENTATION, Allocator, allocator_of
+from rlflow.resources.memory.allocator import Allocator, allocator_of
 from rlflow.resources.planner.confidence import Band, Kind, Verdict
 
-GRID = tuple(Allocator(FRAGMENTATION, eighths / 8) for eighths in range(9))
-"""The allocators to choose from, on one GPU and on several."""
+GRID = tuple(eighths / 8 for eighths in range(9))
+"""The shares to choose from, on one GPU and on several."""
 COVERED = (0.05, 0.95)
 """The quantiles at the ends of a band."""
 _ENOUGH_SYSTEMS, _ENOUGH_ROWS = 3, 10
@@ -51,10 +51,10 @@ class Fitted:
 
     def allocator(self, layout: Layout) -> Allocator:
         """Return the allocator of a role with a layout."""
-        return GRID[self.index(layout)]
+        return replace(allocator_of(layout), cached=GRID[self.index(layout)])
 
     def __str__(self) -> str:
-        return f"one GPU: {GRID[self.alone]}, several: {GRID[self.sharded]}"
+        return f"cached on one GPU {GRID[self.alone]}, on several {GRID[self.sharded]}"
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Fold:
 
 @dataclass(frozen=True)
 class Evidence:
-    """A row's measured memory over the predicted one, as logarithms for every allocator of the grid."""
+    """A row's measured memory over the predicted one, as logarithms for every share of the grid."""
 
     system: str
     kind: Kind
@@ -116,14 +116,14 @@ class Evidence:
 
 
 class Errors:
-    """The errors of all rows for every allocator of the grid."""
+    """The errors of all rows for every share of the grid."""
 
     def __init__(self, cases: Sequence[Case]) -> None:
         self._rows = [evidence for case in cases for evidence in _evidence(case)]
         self._fit = cache(self._fit_without)
 
     def fit(self, *without: str) -> Fitted:
-        """Return the allocators with the smallest mean error over systems, some of which are left out."""
+        """Return the shares with the smallest mean error over systems, some of which are left out."""
         return self._fit(frozenset(without))
 
     def _fit_without(self, without: frozenset[str]) -> Fitted:

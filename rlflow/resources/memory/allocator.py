@@ -19,15 +19,14 @@ class Allocator:
     """
 
 
-# With LoRA on one A100 and a chunked loss a step has one peak: nvidia-smi shows 8 to 14% of what moves more than torch
-# allocates, besides the context (six runs of fms-acceleration). NeMo-RL measured 71.2 GiB reserved for 62.5 in use
-# (NVIDIA-NeMo/RL, pull request 3476).
-FRAGMENTATION = 0.1
-
-ALONE = Allocator(FRAGMENTATION, cached=0.125)
+# With LoRA and a chunked loss a step has one peak: nvidia-smi shows 8 to 14% of what moves more than torch allocates on
+# one A100, besides the context and NCCL (six runs of fms-acceleration), and 13 to 21% on two and four (fifteen runs).
+# With logits of 31 GiB it shows no more. NeMo-RL measured 71.2 GiB reserved for 62.5 in use (NVIDIA-NeMo/RL, pull
+# request 3476).
+ALONE = Allocator(fragmentation=0.1, cached=0.125)
 """On a single GPU. ``cached`` is fitted to published runs (benchmarks/published/leave_one_out.py)."""
-SHARDED = Allocator(FRAGMENTATION, cached=0.25)
-"""On several GPUs, with collectives on streams of their own and with larger tensors; fitted in the same way."""
+SHARDED = Allocator(fragmentation=0.18, cached=0.25)
+"""On several GPUs, where collectives have streams, and blocks of memory, of their own; fitted in the same way."""
 
 
 def allocator_of(layout: Layout) -> Allocator:

@@ -384,10 +384,16 @@ def test_the_allocator_keeps_what_other_moments_of_a_step_used() -> None:
     assert half == pytest.approx(kept / 2)
 
 
-def test_fragmentation_is_a_share_of_what_moves() -> None:
+def test_fragmentation_is_a_share_of_what_moves_except_logits() -> None:
+    """Logits are few tensors with segments of their own.
+
+    Foundation-model-stack's nvidia-smi shows 1.9 GiB more than torch allocates with 31 GiB of logits and 9 of
+    activations on one A100, of which the context is 0.55.
+    """
     terms = update_terms(QWEN, layout(), DEEPSPEED, 16384, allocator=Allocator(fragmentation=0.25, cached=0.0))
-    moving = sum(terms[name] for name in ("activations", "logits", "gathered"))
-    assert terms["fragmentation"] == pytest.approx(moving / 4)
+    assert terms["logits"] > 0
+    assert terms["fragmentation"] == pytest.approx((terms["activations"] + terms["gathered"]) / 4)
     assert allocator_of(layout()) == ALONE
     assert allocator_of(layout(data_parallel_size=2)) == SHARDED
     assert ALONE.cached < SHARDED.cached
+    assert ALONE.fragmentation < SHARDED.fragmentation
