@@ -78,6 +78,8 @@ class Kernels:
     recomputes_logits: bool = False
     """Logits are computed once more for their gradients."""
     flash: bool = True
+    forwards_tokens: bool = False
+    """A token goes to each host with some of its experts once, not once for each expert (DeepEP)."""
 
 
 def training(model: Architecture, layout: Layout, speed: Speed, batch: PassBatch, kernels: Kernels = Kernels()) -> Pass:
@@ -176,12 +178,10 @@ def _passes(
     if layout.expert_parallel_size > 1:
         # To the experts and back, each token to as many as it takes (Lepikhin et al. 2020, section 3.2).
         peers = layout.expert_parallel_size
-        input_bytes = sent * (model.moe_latent_size or model.hidden_size) / model.hidden_size
-        routed = (
-            input_bytes / width * (model.num_experts_per_tok or 1) * (peers - 1) / peers / efficiency.expert_balance
-        )
+        inputs = sent * (model.moe_latent_size or model.hidden_size) / model.hidden_size / width
+        routed = inputs * speed.dispatch_s(peers, model.num_experts_per_tok or 1, forwards=kernels.forwards_tokens)
         exchanged = 2 * collectives * model.num_sparse_layers / stages
-        communication += exchanged * (speed.message_s(peers) + routed / speed.exchange(peers))
+        communication += exchanged * (speed.message_s(peers) + routed / efficiency.expert_balance)
     if sequence > 1:
         # Queries, keys and values to the ranks of their heads, the output back (Jacobs et al. 2023, section 3.2).
         moved = 2 * here * (model.query_width + model.key_value_width + model.output_width) / width

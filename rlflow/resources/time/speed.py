@@ -175,6 +175,18 @@ class Speed:
         inside = self.gpus_per_host / gpus
         return self.efficiency.link / max(inside / self.link, (1 - inside) / self.network)
 
+    def dispatch_s(self, gpus: int, experts: int, *, forwards: bool) -> float:
+        """Return the seconds to send each byte of a token to the GPUs of its ``experts``, of ``gpus`` that have some.
+
+        ``forwards``: it is sent once to each host, and there to each GPU, that has at least one of them (DeepEP).
+        """
+        if not forwards:
+            return experts * (gpus - 1) / gpus / self.exchange(gpus)
+        hosts = max(1.0, gpus / self.gpus_per_host)
+        others = (hosts - 1) * (1 - (1 - 1 / hosts) ** experts)
+        received = (gpus - 1) * (1 - (1 - 1 / gpus) ** experts)
+        return max(received / self.link, others / self.network) / self.efficiency.link
+
     def message_s(self, gpus: int) -> float:
         """Return the seconds of a collective over a small message."""
         slower = gpus > self.gpus_per_host and self.network < self.link

@@ -33,6 +33,15 @@ def test_rings_use_all_links_between_hosts_and_exchanges_only_their_own() -> Non
     assert fast.exchange(16) == pytest.approx(100e9)
 
 
+def test_tokens_that_are_forwarded_cross_the_network_once_for_each_host() -> None:
+    """Of 8 experts on 16 GPUs, 7.5 are elsewhere, 4 on the other host; 6.05 of the 15 other GPUs have at least one."""
+    fast = speed(link=1)
+    assert fast.dispatch_s(16, 8, forwards=False) == pytest.approx(7.5 / 100e9)
+    assert fast.dispatch_s(16, 8, forwards=True) == pytest.approx((1 - 0.5**8) / 50e9)
+    # Inside a host only links are used.
+    assert fast.dispatch_s(8, 8, forwards=True) == pytest.approx(7 * (1 - (7 / 8) ** 8) / 450e9)
+
+
 def test_messages_between_hosts_take_longer_unless_the_same_links_join_them() -> None:
     assert speed().message_s(16) == 3 * speed().message_s(8)
     rack = gpu_speed(
