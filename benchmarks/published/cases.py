@@ -161,6 +161,7 @@ def _rollout(row: Row, train_gpus: int, colocated: bool) -> Layout | None:
         micro_batch_tokens=8192,
         gradient_checkpointing=False,
         gpu_memory_utilization=row.gpu_memory_utilization,
+        eager=libraries.profile_of(row).engine_eager,
     )
 
 

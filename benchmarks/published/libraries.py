@@ -70,12 +70,18 @@ class Profile:
     """The engine's share of the GPU by default."""
     engine_tensor_parallel: int | None = None
     """The engine's tensor-parallel size by default."""
+    engine_eager: bool | None = None
+    """The engine runs without CUDA graphs by default."""
+    gathers_at_once: bool = False
+    """By default ZeRO 3 gathers all weights at once when they go to an engine."""
 
 
 _NEMO = Profile(training=replace(MEGATRON, gradients=2, logits=LOGPROB_LOGITS), engine_process=True, utilization=0.6)
 _TRAINER = Profile(training=PURE_BF16, adapter_inputs=2)
 _TRL = Profile(training=FP32, adapter_inputs=2, engine_sleeps=False, utilization=0.3, engine_tensor_parallel=1)
+# move_model_batches divides the weights of a sync, and is not set by default (docs/source/Instruction/GRPO.md).
 _SWIFT = Profile(
+    gathers_at_once=True,
     training=PURE_BF16,
     adapter_inputs=2,
     checkpoints=True,
@@ -83,8 +89,10 @@ _SWIFT = Profile(
     utilization=0.9,
     engine_tensor_parallel=1,
 )
-# verl/trainer/config/model/hf_model.yaml: enable_gradient_checkpointing.
+# verl/trainer/config/model/hf_model.yaml: enable_gradient_checkpointing. Engines had no CUDA graphs by default until
+# August 2025 (pull request 2956).
 _VERL = Profile(
+    engine_eager=True,
     training=replace(FSDP, logits=VERL_LOGITS),
     frozen_bytes=None,
     checkpoints=True,
@@ -183,6 +191,8 @@ class Library:
     """Frozen copies of the model on the training GPUs besides the policy."""
     critics: float
     """Trained copies, such as critics, on the training GPUs."""
+    may_gather_all: bool
+    """All weights may be gathered at once when they go to an engine."""
 
 
 def library_of(row: Row, model: Architecture, tokens: float) -> Library:
@@ -209,6 +219,9 @@ def library_of(row: Row, model: Architecture, tokens: float) -> Library:
         engine_bytes=1 if "fp8" in row.text else 2,
         references=references,
         critics=critics,
+        may_gather_all=bool(
+            profile.gathers_at_once and row.rollout_engine and not row.lora_rank and _zero_stage(row) == 3
+        ),
     )
 
 

@@ -36,7 +36,7 @@ class Prediction:
     """GiB that the allocator keeps besides ``update`` as long as there is room."""
     kind: Kind
     update_range: tuple[float, float]
-    """``update_gib`` for the shortest and the longest lengths that a row allows, where it does not give them."""
+    """The least and the most for what a row does not give: lengths, and the parts in which weights are sent."""
 
     @property
     def update_gib(self) -> float:
@@ -52,7 +52,7 @@ class Prediction:
         """Return the verdict for a GPU, which must be known.
 
         An engine's share of its GPU is exact, so that only what trains has a band, also while it rests. Where lengths
-        are unknown, all of them must fit, or none.
+        or other choices are unknown, all of them must fit, or none.
         """
         assert self.limit is not None
         generate = self.generate or {}
@@ -99,17 +99,22 @@ def predict(case: Case, allocators: Allocators = allocator_of) -> Prediction:
                 resting = case.training if case.training.keeps_gradients else replace(case.training, gradients=0)
                 policy |= state_terms(model, case.train, resting)
             generate |= {f"resting {name}": gib for name, gib in policy.items()}
-            left = asleep_terms(model, case.rollout.tensor_parallel_size) if library.engine_sleeps else engine.terms
+            width, is_eager = case.rollout.tensor_parallel_size, case.rollout.eager is True
+            left = asleep_terms(model, width, eager=is_eager) if library.engine_sleeps else engine.terms
             if case.training.lora is None:  # with adapters the engine has the rest already
                 sync = sync_terms(model, case.train, case.training, case.rollout, weight_bytes=library.engine_bytes)
             if not library.engine_process:
                 left = {name: gib for name, gib in left.items() if name != "context"}
                 left["nccl"] = max(0.0, left["nccl"] - (NCCL_GIB if update["nccl"] else 0.0))
             update |= {f"engine {name}": gib for name, gib in left.items()}
-    limit = usable_gib(case.memory_gib) if case.memory_gib else None
-    kind = kind_of(case.train, case.training)
     beside = sum(update.values()) - sum(alone.values())
     least, most = (sum((alone if size == tokens else terms(size)).values()) + beside for size in case.token_range)
+    if library.may_gather_all:
+        sent = sync_terms(model, case.train, case.training, case.rollout if case.colocated else None)
+        everything = 2 * (model.num_parameters + model.num_encoder_parameters) / GIB
+        most = max(most, sum(sent.values()) - sent["gathered"] + everything)
+    limit = usable_gib(case.memory_gib) if case.memory_gib else None
+    kind = kind_of(case.train, case.training)
     return Prediction(update, generate, sync, has_room, limit, cached, kind, (least, most))
 
 

@@ -1,6 +1,7 @@
 """The settings of a published run, as far as its row states them in columns or in words."""
 
 import re
+from dataclasses import dataclass
 
 from benchmarks.published.rows import Row
 
@@ -87,6 +88,15 @@ def quantises_experts(row: Row) -> bool:
     transformers keeps the experts of a layer in one tensor.
     """
     return "axolotl" not in row.system or bool(re.search(r"expert weights in 4 bits|experts too", row.notes.lower()))
+
+
+def forwards_tokens(row: Row) -> bool:
+    """Return whether DeepEP sends tokens to experts.
+
+    It does for all models with experts of NeMo AutoModel's table (docs/performance-summary.md) and, on H100, in the
+    tuned recipes of Megatron-Bridge.
+    """
+    return bool(re.search(r"deepep|pretrain_performance", row.notes.lower())) or "automodel" in row.system
 
 
 def is_4bit(row: Row) -> bool:
@@ -195,13 +205,25 @@ def sequences_per_sample(row: Row) -> int:
     return 2 if re.search(r"dpo|\brm\b|simpo|orpo|cpo|kto", row.algorithm.lower()) else 1
 
 
-_GSM8K = (105.0, 230.0)
-_DATA = {"gsm8k": _GSM8K, "examples/tuning/": _GSM8K, "openmathinstruct": (100.0, 350.0)}
-"""Mean tokens of prompts with the chat template, and of their answers: what models of 7B write, or the data's own.
+@dataclass(frozen=True)
+class DataLengths:
+    """Tokens of a data set's prompts with the chat template and of their answers: means, and how far lengths spread."""
 
-All scripts in verl's examples/tuning train on GSM8K."""
+    prompt: float
+    answer: float
+    prompt_spread: float = 0.8
+    """The standard deviation of the logarithm."""
+    answer_spread: float = 0.8
 
 
-def data_lengths(row: Row) -> tuple[float, float] | None:
-    """Return the mean tokens of prompts and responses of a data set that the row names."""
+# The mean of the answers of 7B (269 tokens) and 14B (240) after 116 steps of GRPO (eric-haibin-lin/verl-data, gsm8k).
+# verl's logs of steps with about a thousand samples have prompts of 68 to 175 tokens (docs/start/quickstart.rst) and
+# answers of 87 to 963 (verl-project/verl, issue 2060).
+_GSM8K = DataLengths(105, 254, prompt_spread=0.2, answer_spread=0.4)
+_DATA = {"gsm8k": _GSM8K, "examples/tuning/": _GSM8K, "openmathinstruct": DataLengths(100, 350)}
+"""All scripts in verl's examples/tuning train on GSM8K."""
+
+
+def data_lengths(row: Row) -> DataLengths | None:
+    """Return the lengths of a data set that the row names."""
     return next((lengths for name, lengths in _DATA.items() if name in row.text), None)

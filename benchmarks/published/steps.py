@@ -129,7 +129,7 @@ def predict(case: Case, efficiency: Efficiency | None = None) -> Step:
             train,
             speed,
             PassBatch(tokens=batch.tokens, length=batch.typical_length),
-            Kernels(fused_layers=fused),
+            Kernels(fused_layers=fused, forwards_tokens=settings.forwards_tokens(case.row)),
         ).seconds
 
     def update(model: Architecture) -> float:
@@ -143,6 +143,7 @@ def predict(case: Case, efficiency: Efficiency | None = None) -> Step:
                 fused_layers=fused,
                 logit_bytes=(8 if case.training.fused_loss else 24, 12),
                 adapters=case.training.lora is not None,
+                forwards_tokens=settings.forwards_tokens(case.row),
             ),
         ).seconds
 

@@ -12,7 +12,8 @@ _TEXT_LENGTH, _LIMIT_TO_MEAN = 200.0, 10.0
 """Mean tokens of a supervised sample of unknown data: those of Alpaca, or a tenth of the limit, divided by the
 micro-batch's sequences, if that is more. Limits usually truncate few samples and let the longest ones fit."""
 _SPREAD, _SAMPLES = 0.8, 256
-"""The standard deviation of the logarithm of text lengths, and the number of samples that represent a data set."""
+"""The standard deviation of the logarithm of unknown texts' lengths, and the number of samples that represent a data
+set."""
 _ANSWER_SHARE = 0.3
 """The mean length of sampled responses as a share of the limit, if it is not given."""
 
@@ -32,7 +33,7 @@ def lengths_of(row: Row) -> tuple[Lengths, Lengths, set[str]]:
             known = settings.data_lengths(row)
             sequences = (row.micro_batch_per_gpu or 1) * settings.sequences_per_sample(row)
             mean = max(_TEXT_LENGTH, (total or 0) / _LIMIT_TO_MEAN / sequences)
-            mean = min(sum(known) if known else mean, limit / 2)
+            mean = min(known.prompt + known.answer if known else mean, limit / 2)
         return Lengths((1.0,)), _texts(mean, limit), guessed
     response_limit = float(row.max_response_len or total or 2048)
     prompt_limit = float(row.max_prompt_len or (total or 4096) / 2)
@@ -40,8 +41,8 @@ def lengths_of(row: Row) -> tuple[Lengths, Lengths, set[str]]:
     known = settings.data_lengths(row)
     prompt, response = row.mean_prompt_len, row.mean_response_len
     if known and response is None:
-        prompt, response = known
-        guessed.add("mean_response_len")
+        prompts = _texts(known.prompt, prompt_limit, known.prompt_spread)
+        return prompts, _texts(known.answer, response_limit, known.answer_spread), {"mean_response_len"}
     if prompt is None:
         prompt = min(150.0, prompt_limit / 2)
     if response is None and average:
@@ -52,12 +53,12 @@ def lengths_of(row: Row) -> tuple[Lengths, Lengths, set[str]]:
     return _texts(prompt, prompt_limit), Lengths.log_normal(response, response_limit), guessed
 
 
-def _texts(mean: float, limit: float) -> Lengths:
+def _texts(mean: float, limit: float, spread: float = _SPREAD) -> Lengths:
     """Return lengths of human texts: log-normal around ``mean``, truncated at ``limit``."""
     normal = NormalDist()
-    median = mean / exp(_SPREAD**2 / 2)
+    median = mean / exp(spread**2 / 2)
     quantiles = (normal.inv_cdf((index + 0.5) / _SAMPLES) for index in range(_SAMPLES))
-    lengths = (median * exp(_SPREAD * quantile) for quantile in quantiles)
+    lengths = (median * exp(spread * quantile) for quantile in quantiles)
     return Lengths(tuple(min(limit, max(1.0, length)) for length in lengths))
 
 

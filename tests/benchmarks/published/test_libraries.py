@@ -4,7 +4,8 @@ import pytest
 
 from benchmarks.published import memory
 from benchmarks.published.cases import Case
-from tests.benchmarks.published.test_memory import SAMPLED, case, judge
+from benchmarks.published.settings import forwards_tokens
+from tests.benchmarks.published.test_memory import SAMPLED, case, judge, row
 
 QWEN_7B, ENDS = 7_615_616_512, 2 * 152_064 * 3584
 ALONE = {"n_gpus": "1", "gpus_per_node": "1", "sharding": "none(1 gpu)"}
@@ -173,3 +174,30 @@ def test_a_card_is_as_large_as_the_memory_that_a_script_asks_for() -> None:
     made = judge(gpu_type="", gpu_mem_gb="", peak_mem_gb="40", peak_mem_kind="header note; equals card size")
     assert made.case.memory_gib == pytest.approx(39.6)
     assert (made.measured, made.outcome) == (None, True)
+
+
+def test_ms_swift_may_gather_all_weights_at_once_for_its_engine() -> None:
+    """Qwen2.5 7B has 14.2 GiB in bf16, and DeepSpeed keeps a sixth of it on each of six GPUs."""
+    cells = {
+        "system": "ms-swift",
+        "train_backend": "deepspeed",
+        "sharding": "zero3",
+        "n_gpus": "6",
+        "micro_batch_per_gpu": "1",
+    }
+    cells |= {"gpus_per_node": "6", "max_response_len": "64", "max_prompt_len": "64", "rollout_tp": "1"}
+    sharded = memory.predict(case(SAMPLED, **cells, optim_offload="True"))
+    whole = 2 * QWEN_7B / 2**30
+    assert sharded.update_range[1] > whole + whole / 6
+    assert memory.predict(case(SAMPLED, **cells, lora_rank="8")).update_range[1] < whole + whole / 6
+
+
+def test_engines_of_verl_have_no_graphs() -> None:
+    assert "engine graphs" in memory.predict(case(SAMPLED, system="ms-swift")).update
+    assert memory.predict(case(SAMPLED)).update["engine graphs"] == 0
+
+
+def test_deepep_sends_tokens_in_tables_that_say_so() -> None:
+    assert forwards_tokens(row(system="nemo-automodel"))
+    assert forwards_tokens(row(system="verl", notes="other: deepep+selective recompute"))
+    assert not forwards_tokens(row(system="verl"))

@@ -233,6 +233,12 @@ def test_unknown_texts_are_far_shorter_than_their_limit() -> None:
     assert free < case(micro_batch_per_gpu="4").train.micro_batch_tokens
 
 
+def test_the_texts_of_gsm8k_are_about_equally_long() -> None:
+    """A hundred samples have 359 tokens each on average, and at most a tenth more together."""
+    cells = {"notes": "GSM8K", "micro_batch_per_gpu": "100", "prompts_per_step": "1024"}
+    assert 35_900 < case(SAMPLED, **cells).train.micro_batch_tokens < 1.1 * 35_900
+
+
 def test_preference_pairs_and_their_reference() -> None:
     assert sequences_per_sample(row(algorithm="dpo")) == 2
     assert case(algorithm="dpo").habits.references == 1
