@@ -70,7 +70,11 @@ def unfit(case: Case) -> str | None:
         return "kernels that were not ready for the GPU"
     if "sharding" in case.unknown and case.train.num_gpus > 1 and not row.rollout_engine:
         return "how the state is sharded is not given"
-    if row.train_ep is None and case.model.num_experts and "automodel" in row.system:
+    if (
+        row.train_ep is None
+        and case.model.num_experts
+        and re.search("automodel|megatron", row.system + row.train_backend)
+    ):
         return "expert parallelism not given"
     if case.gpu is None:
         return "no GPU named"

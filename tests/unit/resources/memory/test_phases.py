@@ -326,7 +326,8 @@ def test_sleepers_keep_their_process() -> None:
     engine = asleep_terms(QWEN)
     assert engine["context"] == CONTEXT_GIB
     assert sum(engine.values()) - CONTEXT_GIB == pytest.approx(0.86 - 0.23, rel=0.1)
-    assert asleep_terms(QWEN, 2)["nccl"] == NCCL_GIB + NCCL_COMMUNICATOR_GIB
+    # NVIDIA-NeMo/RL, issue 223: 2440 MiB on each of two GPUs, 774 on one.
+    assert asleep_terms(QWEN, 2)["nccl"] == pytest.approx((2440 - 774) / 1024, rel=0.05)
 
 
 def test_both_copies_of_the_weights_are_there_while_they_are_moved() -> None:
