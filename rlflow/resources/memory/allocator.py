@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from rlflow.resources.layout import Layout
+from rlflow.resources.memory.state import Terms
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,10 @@ class Allocator:
     A segment that was allocated for one tensor is seldom used for a larger one. The allocator returns free segments to
     the GPU when it runs out of memory, so that this share decides what is measured and not what fits.
     """
+
+    def gaps(self, moving: Terms) -> float:
+        """Return the size of the gaps at a moment. Logits, which are few tensors, have segments of their own."""
+        return self.fragmentation * sum(gib for name, gib in moving.items() if name != "logits")
 
 
 # With LoRA and a chunked loss a step has one peak: nvidia-smi shows 8 to 14% of what moves more than torch allocates on

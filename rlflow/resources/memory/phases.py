@@ -16,7 +16,6 @@ from rlflow.resources.memory.overheads import NO_SHARP, Sharp, graphs_gib, proce
 from rlflow.resources.memory.state import (
     MIXED_PRECISION,
     Stage,
-    Terms,
     TrainingMemory,
     frozen_encoder_parameters,
     persistent_buffers,
@@ -53,14 +52,14 @@ def update_terms(
     sharp: Sharp = NO_SHARP,
 ) -> dict[str, float]:
     """Return the terms of a trained role at the peak of its update; it ``accumulates`` gradients of micro-batches."""
-    fragmentation = (allocator or allocator_of(layout)).fragmentation
+    allocator = allocator or allocator_of(layout)
     fixed, candidates = persistent_buffers(layout, training) | process_terms(layout, sharp), []
     for stage in pipeline_stages(model, layout):
         state = stage_state(model, layout, training, stage)
         for moment in _moments(model, layout, training, stage, tokens):
             gradients = state["gradients"] * (1 if accumulates else moment.gradients)
             moving = {name: size / GIB for name, size in moment.terms.items()}
-            moving["fragmentation"] = fragmentation * _fragmented(moving)
+            moving["fragmentation"] = allocator.gaps(moving)
             candidates.append(state | {"gradients": gradients} | moving | fixed)
     return max(candidates, key=total_gib)
 
@@ -87,14 +86,9 @@ def cached_gib(
         moving = {name: max(moment.terms.get(name, 0.0) for moment in moments) / GIB for name in names}
         fixed = persistent_buffers(layout, training) | process_terms(layout, sharp)
         state = total_gib(stage_state(model, layout, training, stage)) + total_gib(fixed)
-        largest = max(largest, state + sum(moving.values()) + allocator.fragmentation * _fragmented(moving))
+        largest = max(largest, state + sum(moving.values()) + allocator.gaps(moving))
     terms = update_terms(model, layout, training, tokens, accumulates=accumulates, allocator=allocator, sharp=sharp)
     return allocator.cached * max(0.0, largest - total_gib(terms))
-
-
-def _fragmented(moving: Terms) -> float:
-    """Return the memory with gaps: all that moves except logits, whose few tensors have segments of their own."""
-    return sum(gib for name, gib in moving.items() if name != "logits")
 
 
 @dataclass(frozen=True)
@@ -213,7 +207,7 @@ def score_terms(
         "logits": logit_bytes * min(logits, training.logits_at_once) / GIB,
         "gathered": gathered / GIB,
     }
-    moving["fragmentation"] = allocator_of(layout).fragmentation * _fragmented(moving)
+    moving["fragmentation"] = allocator_of(layout).gaps(moving)
     parameters = sharded_parameters(layout, stage) if zero == 3 else whole
     weights = weight_bytes * (parameters + frozen_encoder_parameters(model, layout)) / GIB
     weights *= layout.offload != "weights"
