@@ -133,7 +133,7 @@ def _others(case: Case) -> dict[str, float]:
 _OUT_OF_SCOPE = {
     r"(no|without) flash attention": "attention that keeps its scores",
     r"unified memory|unified cpu": "memory that the CPU shares",
-    r"setup fault|far above max_tokens_per_gpu": "a failure whose cause may be software",
+    r"setup fault|far above max_tokens_per_gpu|vendor page says \S+ fits": "a failure whose cause may be software",
     r"/pending/": "held back by its authors",
 }
 """Patterns in notes and paths of rows that say nothing about the memory model, with the reason."""

@@ -68,10 +68,10 @@ def kind_of(layout: Layout, training: TrainingMemory) -> Kind:
 # they measured, each system predicted without itself and weighted as ten rows at most. Few rows have divided layers,
 # so their band is that of all. ``python -m benchmarks.published`` prints them ("band").
 MEMORY_BANDS: Mapping[Kind, Band] = {
-    Kind.ADAPTERS_ALONE: Band(0.77, 1.22),
-    Kind.ALONE: Band(0.92, 1.11),
-    Kind.ADAPTERS_SHARDED: Band(0.86, 1.11),
-    Kind.SHARDED: Band(0.84, 1.18),
+    Kind.ADAPTERS_ALONE: Band(0.80, 1.22),
+    Kind.ALONE: Band(0.90, 1.17),
+    Kind.ADAPTERS_SHARDED: Band(0.86, 1.06),
+    Kind.SHARDED: Band(0.87, 1.18),
     Kind.MODEL_PARALLEL: Band(0.69, 1.18),
 }
 
@@ -87,9 +87,9 @@ class TimeKind(StrEnum):
 # way ("range" in what the command prints). The lengths of all responses are known: a plan's range holds for the lengths
 # that the recipe expects.
 TIME_BANDS: Mapping[TimeKind, Band] = {
-    TimeKind.TRAINS: Band(0.64, 2.05),
-    TimeKind.GENERATES: Band(0.71, 2.23),
+    TimeKind.TRAINS: Band(0.68, 2.05),
+    TimeKind.GENERATES: Band(0.70, 2.26),
 }
 
 # The median error of a predicted step time, with systems weighted and left out in the same way.
-TIME_ERROR = 0.16
+TIME_ERROR = 0.14
