@@ -112,6 +112,7 @@ def predict(case: Case, allocators: Allocators = allocator_of) -> Prediction:
     if library.may_gather_all:
         sent = sync_terms(model, case.train, case.training, case.rollout if case.colocated else None)
         everything = 2 * (model.num_parameters + model.num_encoder_parameters) / GIB
+        everything *= 1 + allocator.fragmentation
         most = max(most, sum(sent.values()) - sent["gathered"] + everything)
     limit = usable_gib(case.memory_gib) if case.memory_gib else None
     kind = kind_of(case.train, case.training)

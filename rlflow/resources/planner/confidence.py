@@ -70,9 +70,9 @@ def kind_of(layout: Layout, training: TrainingMemory) -> Kind:
 MEMORY_BANDS: Mapping[Kind, Band] = {
     Kind.ADAPTERS_ALONE: Band(0.80, 1.22),
     Kind.ALONE: Band(0.90, 1.17),
-    Kind.ADAPTERS_SHARDED: Band(0.86, 1.06),
-    Kind.SHARDED: Band(0.87, 1.18),
-    Kind.MODEL_PARALLEL: Band(0.69, 1.18),
+    Kind.ADAPTERS_SHARDED: Band(0.86, 1.07),
+    Kind.SHARDED: Band(0.83, 1.12),
+    Kind.MODEL_PARALLEL: Band(0.69, 1.17),
 }
 
 
