@@ -34,7 +34,7 @@ def test_rings_use_all_links_between_hosts_and_exchanges_only_their_own() -> Non
 
 
 def test_tokens_that_are_forwarded_cross_the_network_once_for_each_host() -> None:
-    """Of 8 experts on 16 GPUs, 7.5 are elsewhere, 4 on the other host; 6.05 of the 15 other GPUs have at least one."""
+    """On 16 GPUs 7.5 of 8 experts are elsewhere, 4 of them on the other host; 6.05 of the other GPUs have any."""
     fast = speed(link=1)
     assert fast.dispatch_s(16, 8, forwards=False) == pytest.approx(7.5 / 100e9)
     assert fast.dispatch_s(16, 8, forwards=True) == pytest.approx((1 - 0.5**8) / 50e9)
