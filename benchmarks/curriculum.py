@@ -3,7 +3,8 @@
 ``python -m benchmarks.curriculum [--seeds N] [--json FILE]``
 
 Both runs of a seed start from the same model and differ only in the node ``curriculum``. Each ends when an evaluation
-on held-out sums, equally many of one to four digits, has reached the target.
+on held-out sums, equally many of one to four digits, has reached the target, or after its last step. The beginner adds
+numbers with one digit. Sums of three and four digits, half of all, stay out of reach of both runs.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from rlflow.runtime.run import run
 
 CASES = {"uniform": ("~graph.curriculum",), "curriculum": ()}
 # The exact match to reach, and the most samples for it in units of those of uniform sampling.
-TARGET, MOST = 0.8, 0.7
+TARGET, MOST = 0.44, 0.7
 
 
 def plan_of(case: str, seed: int = 0) -> Plan:
@@ -36,8 +37,8 @@ def plans(folder: Path) -> Iterator[Plan]:
     yield from map(plan_of, CASES)
 
 
-def samples_to_target(plan: Plan) -> tuple[float, list[float]]:
-    """Return the samples of a run until an evaluation has reached the target, and all scores so far."""
+def samples_to_target(plan: Plan) -> tuple[int, list[float]]:
+    """Return the samples of a run until an evaluation has reached the target, or of all its steps, and its scores."""
     watch = Watch()
     with tempfile.TemporaryDirectory() as folder:
         run(
@@ -50,7 +51,7 @@ def samples_to_target(plan: Plan) -> tuple[float, list[float]]:
     recipe, scores = plan.recipe, [score for _, score in watch.evaluations]
     assert recipe.evaluation is not None
     samples = recipe.data.batch_size * recipe.graph["rollouts"].get("group_size", 8) * recipe.evaluation.every
-    return (samples * (len(scores) - 1) if scores[-1] >= TARGET else inf), scores
+    return samples * (len(scores) - 1), scores
 
 
 def main() -> int:
@@ -61,12 +62,15 @@ def main() -> int:
     console, table = Console(), Table("seed", *CASES, "ratio", title=f"samples to an exact match of {TARGET}")
     ratios = []
     for seed in range(options.seeds):
-        samples = {}
+        samples, reached = {}, {}
         for case in CASES:
             samples[case], scores = samples_to_target(plan_of(case, seed))
+            reached[case] = scores[-1] >= TARGET
             console.print(f"{case} seed={seed}: {', '.join(f'{score:.3f}' for score in scores)}")
-        ratios.append(samples["curriculum"] / samples["uniform"])
-        table.add_row(str(seed), *(f"{samples[case]:,.0f}" for case in CASES), f"{ratios[-1]:.2f}")
+        ratios.append(samples["curriculum"] / samples["uniform"] if reached["curriculum"] else inf)
+        table.add_row(
+            str(seed), *(f"{'' if reached[case] else 'over '}{samples[case]:,}" for case in CASES), f"{ratios[-1]:.2f}"
+        )
     console.print(table)
     figures = {"samples_ratio": max(ratios)}
     return finish("curriculum", figures, {"samples_ratio": Goal(f"at most {MOST}", max(ratios) <= MOST)}, options.json)
