@@ -29,7 +29,7 @@ class TrainedState:
         # DeepSpeed's optimizers contain torch's. Without ZeRO there is only that.
         self._torch_optimizer = optimizer.optimizer if self._stage else optimizer
         groups = [] if self._stage else optimizer.param_groups
-        self._matrices = {id(weight) for group in groups if group["matrices"] for weight in group["params"]}
+        self._matrices = {id(weight) for group in groups if group.get("matrices") for weight in group["params"]}
         # Without ZeRO all ranks have all values, and the first one writes them.
         self._writes = self._stage > 0 or spec.rank == 0
 
