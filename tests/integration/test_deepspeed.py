@@ -1,5 +1,6 @@
 """Two ranks of DeepSpeed, and of the plain engine, against the plain engine on one."""
 
+import json
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -355,7 +356,7 @@ def saved_values(folder: Path) -> dict[str, Any]:
     for file in folder.glob("*.safetensors"):
         with safe_open(file, "np") as opened:
             for name in opened.keys():  # noqa: SIM118
-                start = int((opened.metadata() or {}).get(name, 0))
+                start = json.loads((opened.metadata() or {}).get("starts", "{}")).get(name, 0)
                 ranges.setdefault(f"{file.name.split('-')[0]} {name}", {})[start] = opened.get_tensor(name)
     return {name: np.concatenate([parts[start] for start in sorted(parts)]) for name, parts in ranges.items()}
 

@@ -185,6 +185,9 @@ def test_a_checkpoint_goes_from_mesh_to_mesh_and_engine_to_engine(
     first.update(split(policy_minibatch(0)), [LOSS] * 2)
     first.save([tmp_path] * 2)
     assert {path.suffix for path in tmp_path.iterdir()} == {".safetensors", ".json"}
+    files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    first.save([tmp_path] * 2)
+    assert files == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     alone = replace(actor(1), address=free_address())
     others = [
         of_ranks(two, address, actor(replicas=2)),

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _STEPS_FILE = "optimizer.json"
+# In a file's metadata: where the ranges start, in JSON, apart from those that start at 0.
+_STARTS = "starts"
 # Values are copied to host memory before they are written, so much at a time. A larger weight has a file of its own.
 _FILE_BYTES = 2**30
 # torch counts steps in float32.
@@ -40,8 +42,10 @@ def save_shards(spec: EngineSpec, folder: Path, state: TrainedState) -> None:
         for number, names in enumerate(_group_by_file(state, kind)):
             values = {name: state.get_values(name, kind).cpu() for name in names}
             ranges = {name: range_ for name, range_ in values.items() if range_.numel()}
-            starts = {name: str(start) for name in ranges if (start := state.get_range(name)[0])}
-            save_file(ranges, folder / f"{kind}-{spec.rank:05}-{number:05}.safetensors", starts or None)
+            starts = {name: start for name in ranges if (start := state.get_range(name)[0])}
+            # One entry, because safetensors writes several in any order: equal states have equal files.
+            metadata = {_STARTS: json.dumps(starts)} if starts else None
+            save_file(ranges, folder / f"{kind}-{spec.rank:05}-{number:05}.safetensors", metadata)
 
 
 def restore_shards(spec: EngineSpec, folder: Path, state: TrainedState) -> None:
@@ -122,12 +126,12 @@ def _open_ranges(stack: ExitStack, folder: Path, kind: str) -> dict[str, list[tu
     ranges: dict[str, list[tuple[int, int, Any]]] = {}
     for file in sorted(folder.glob(f"{kind}-*.safetensors")):
         content = stack.enter_context(safe_open(file, "pt"))
-        starts = content.metadata() or {}
+        starts = json.loads((content.metadata() or {}).get(_STARTS, "{}"))
         for name in content.keys():  # noqa: SIM118
-            values, start = content.get_slice(name), starts.get(name, "0")
-            if values.get_dtype() != "F32" or len(values.get_shape()) != 1 or not start.isdecimal():
+            values, start = content.get_slice(name), starts.get(name, 0)
+            if values.get_dtype() != "F32" or len(values.get_shape()) != 1 or type(start) is not int:
                 raise EngineError(f"{file.name} has no range of {name}")
-            ranges.setdefault(name, []).append((int(start), values.get_shape()[0], values))
+            ranges.setdefault(name, []).append((start, values.get_shape()[0], values))
     return ranges
 
 
