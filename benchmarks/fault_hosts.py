@@ -13,6 +13,7 @@ from unittest.mock import patch
 from rlflow.recipe.compose import load_cluster
 from rlflow.runtime.ray.cluster import connection
 from rlflow.system.processes import descendants, die_with_parent, kill
+from tests.ray_workers import forked_workers
 
 HOSTS = "2x2@cpu"
 # No process may stay longer after its run. Ray's agents look for their control service for a minute.
@@ -41,7 +42,8 @@ class Hosts:
 
     def _serve(self, pipe: int) -> None:
         die_with_parent(self._parent)
-        with connection.simulated(load_cluster(HOSTS)) as processes:
+        # Workers that import their libraries take most of the time of a run.
+        with forked_workers(), connection.simulated(load_cluster(HOSTS)) as processes:
             answer = {"address": processes.address, "token": os.environ["RAY_AUTH_TOKEN"]}
             os.write(pipe, f"{json.dumps(answer)}\n".encode())
             select([], [], [])

@@ -33,6 +33,7 @@ _MODULES = (
     "grpc",
     "jsonschema",
     "msgpack",
+    "torch.distributed.fsdp",
     "transformers.models.qwen3.modeling_qwen3",
     "rlflow.engines.fake",
     "rlflow.engines.torch",
