@@ -73,7 +73,7 @@ class Profile:
     engine_eager: bool | None = None
     """The engine runs without CUDA graphs by default."""
     gathers_at_once: bool = False
-    """By default ZeRO 3 gathers all weights at once when they go to an engine."""
+    """ZeRO 3 gathers all weights at once by default when they go to an engine."""
 
 
 _NEMO = Profile(training=replace(MEGATRON, gradients=2, logits=LOGPROB_LOGITS), engine_process=True, utilization=0.6)
