@@ -36,7 +36,7 @@ class Muon(Optimizer):
         others = [group for group in groups if not group["matrices"]]
         self._adamw = AdamW(others, options.learning_rate, options.betas, weight_decay=options.weight_decay, fused=True)
         self._matrices, self._weight_decay = list(self.param_groups), options.weight_decay
-        # Seen from outside, one optimizer.
+        # They share state and groups, so that others see one optimizer.
         self._adamw.state = self.state
         self.param_groups = [*self._matrices, *self._adamw.param_groups]
 
@@ -56,7 +56,7 @@ class Muon(Optimizer):
             state |= {"step": torch.zeros(()), "exp_avg": torch.zeros_like(weight)}
         state["step"] += 1
         momentum = state["exp_avg"].lerp_(gradient, 1 - _MOMENTUM)
-        ahead = gradient.lerp(momentum, _MOMENTUM)  # Nesterov's
+        ahead = gradient.lerp(momentum, _MOMENTUM)  # Nesterov's momentum
         scale = _UPDATE_RMS * sqrt(max(weight.shape[-2:]))
         weight.mul_(1 - learning_rate * self._weight_decay)
         weight.sub_(orthogonalize(ahead), alpha=learning_rate * scale)
