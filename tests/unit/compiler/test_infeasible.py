@@ -48,11 +48,11 @@ def test_a_number_of_gpus_that_the_cluster_does_not_have() -> None:
     [
         ("qwen2_5_0_5b", "1x8@v100_32gb", "models.policy.dtype=float32"),
         ("qwen2_5_3b", "1x8@v100_16gb", "models.policy.dtype=float32"),
-        ("qwen2_5_7b", "1x1@v100_16gb", "models.policy.dtype=float32 and 1 host of 8 GPUs with "),
+        ("qwen2_5_7b", "1x1@v100_16gb", "models.policy.dtype=float32 cluster=15x1@v100_16gb"),
     ],
 )
 def test_gpus_without_bfloat16(policy: str, cluster: str, fix: str) -> None:
-    """A V100 has no bfloat16, and vLLM refuses it there. An engine of 28 GiB has no room on hosts of one such GPU."""
+    """A V100 has no bfloat16, and vLLM refuses it there. Where 28 GiB fit no host, engines span several."""
     error = refused("recipe=grpo_7b", f"model@models.policy={policy}", cluster=cluster)
     assert (error.path, error.fact) == ("models.policy.dtype", f"{cluster[4:]} cannot compute in bfloat16")
     assert str(error.notes["Fix"]).startswith(fix)

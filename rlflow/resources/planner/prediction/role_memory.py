@@ -11,7 +11,7 @@ from rlflow.resources.memory.overheads import Sharp, asleep_terms, process_terms
 from rlflow.resources.memory.phases import host_terms, score_terms, update_terms
 from rlflow.resources.memory.state import Terms, TrainingMemory, persistent_buffers, state_terms, total_gib
 from rlflow.resources.models.architecture import Architecture
-from rlflow.resources.planner.confidence import MEMORY_BANDS, Band, Margin, kind_of
+from rlflow.resources.planner.confidence import MEMORY_BANDS, Band, Kind, Margin, kind_of
 from rlflow.resources.planner.hosts import HostSet
 from rlflow.resources.planner.pools import Pool, PoolShape, RoleChoice, Shortage
 from rlflow.resources.workload import WeightSync, Workload
@@ -28,6 +28,8 @@ def memory_band(demand: Demand, layout: Layout) -> Band:
 
     An engine takes exactly what it is given. Its band is that of the idle roles on as many GPUs.
     """
+    if demand.job == "serve":
+        return MEMORY_BANDS[Kind.SHARDED if layout.num_gpus > 1 else Kind.ALONE]
     return MEMORY_BANDS[kind_of(layout, demand.training)]
 
 
