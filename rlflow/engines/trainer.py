@@ -92,7 +92,7 @@ class TrainingEngine(TunableEngine, ProfiledEngine, ABC):
         self._sharding = create_sharding(spec, model)
 
     def _build_optimizer(self, weights: "Mapping[str, Parameter]") -> "Optimizer":
-        """Return the optimizer of these weights. A group of it has one learning rate and, as torch requires, one mesh."""
+        """Return the optimizer of these weights. A group has one learning rate and, as torch requires, one mesh."""
         import torch
 
         from rlflow.engines.causal_lm.muon import Muon, is_matrix
