@@ -18,13 +18,25 @@ from tests.ray_workers import forked_workers
 HOSTS = "2x2@cpu"
 # No process may stay longer after its run. Ray's agents look for their control service for a minute.
 _LEFTOVER_S = 75.0
+_STARTS = 3
 
 
 class Hosts:
     """Simulated hosts in a process of their own, which runs use one after another."""
 
     def __init__(self) -> None:
-        """Start the hosts. They end with this process."""
+        """Start the hosts. They end with this process.
+
+        On a machine with other work, Ray may give up before its own processes have started, so this tries again.
+        """
+        line = next(filter(None, (self._start() for _ in range(_STARTS))), "")
+        if not line:
+            raise RuntimeError(f"the simulated hosts did not start in {_STARTS} attempts")
+        answer: Mapping[str, str] = json.loads(line)
+        self.address, self._token = answer["address"], answer["token"]
+
+    def _start(self) -> str:
+        """Start the process of the hosts, and return what it says; nothing if it has failed."""
         reader, writer = os.pipe()
         self._parent, self.pid = os.getpid(), 0
         self.pid = os.fork()
@@ -37,8 +49,10 @@ class Hosts:
                 os._exit(1)
         os.close(writer)
         with os.fdopen(reader) as pipe:
-            answer: Mapping[str, str] = json.loads(pipe.readline())
-        self.address, self._token = answer["address"], answer["token"]
+            line = pipe.readline()
+        if not line:
+            self.stop()
+        return line
 
     def _serve(self, pipe: int) -> None:
         die_with_parent(self._parent)
