@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from rlflow.resources.time.decoding import Decoder
+from rlflow.resources.time.decoder import Decoder
 from rlflow.runtime.generation.engine_state import Capacity
 
 # The time of a message to an engine and back.

@@ -27,7 +27,7 @@ from benchmarks.reporting import Goal, finish
 from rlflow.resources.cluster import Gpu
 from rlflow.resources.layout import GIB
 from rlflow.resources.models.architecture import Architecture
-from rlflow.resources.time.decoding import Decoder, decoder_of
+from rlflow.resources.time.decoder import Decoder, decoder_of
 from rlflow.resources.time.speed import Efficiency, Speed, gpu_speed
 from rlflow.schema import parse
 

@@ -36,7 +36,7 @@ from benchmarks.tail_sources import Oracle, fifo, static
 from rlflow.compiler.plan import Plan
 from rlflow.engines.base import Sampling
 from rlflow.recipe.compose import load_cluster
-from rlflow.resources.time.decoding import decoder_of
+from rlflow.resources.time.decoder import decoder_of
 from rlflow.resources.time.lengths import Lengths
 from rlflow.resources.time.speed import Efficiency, gpu_speed
 from rlflow.runtime.generation.engine_state import Capacity

@@ -4,7 +4,8 @@ from math import ceil
 
 from rlflow.resources.layout import Layout
 from rlflow.resources.models.architecture import Architecture
-from rlflow.resources.time.decoding import Requests, decoder_of
+from rlflow.resources.time.decoder import decoder_of
+from rlflow.resources.time.decoding import Requests
 from rlflow.resources.time.speed import Speed
 
 

@@ -10,7 +10,8 @@ from rlflow.resources.cluster import Gpu
 from rlflow.resources.layout import Layout
 from rlflow.resources.models.architecture import Architecture
 from rlflow.resources.models.vision import VisionTower
-from rlflow.resources.time.decoding import Generation, Requests, decoder_of, generation
+from rlflow.resources.time.decoder import decoder_of
+from rlflow.resources.time.decoding import Generation, Requests, generation
 from rlflow.resources.time.lengths import Lengths
 from rlflow.resources.time.passes import (
     Kernels,
@@ -187,7 +188,7 @@ def test_windowed_layers_read_no_more_than_their_window() -> None:
 
 def test_small_models_without_graphs_wait_for_launches() -> None:
     small = replace(LLAMA, hidden_size=1024, intermediate_size=2816, num_attention_heads=8, num_key_value_heads=8)
-    graphs, eager = (decoder_of(small, 1, 1, SPEED, 2, eager).seconds(1, 0) for eager in (False, True))
+    graphs, eager = (decoder_of(small, 1, 1, SPEED, 2, eager=eager).seconds(1, 0) for eager in (False, True))
     assert graphs < eager == pytest.approx(32 * 0.2e-3 + 6e-3)
 
 
@@ -197,6 +198,27 @@ def test_few_tokens_touch_few_experts() -> None:
     read = 2 * EXPERTS.num_expert_parameters / SPEED.memory
     # 4 of 64 experts for one token; of 64 tokens all but (60/64)^64 = 1.6 %.
     assert many - one == pytest.approx(read * (0.984 - 4 / 64) + 63 * 10e-6, rel=1e-2)
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 16, 64])
+def test_the_gpu_with_the_most_wanted_experts_reads_most(tokens: int) -> None:
+    """Each of 8 GPUs has 8 of 64 experts, and each token is sent to 4 of them at random."""
+    draw, shares = Random(tokens), []
+    for _ in range(2000):
+        wanted = {expert for _ in range(tokens) for expert in draw.sample(range(64), 4)}
+        shares.append(max(sum(expert // 8 == gpu for expert in wanted) for gpu in range(8)) / 8)
+    cut, whole = (decoder_of(EXPERTS, 8, 1, SPEED, 2, whole_experts=own) for own in (False, True))
+    # The formula is a bound, and not far above.
+    assert 1 <= whole.read_share(tokens) / (sum(shares) / len(shares)) < 1.2
+    assert whole.read_share(tokens) > cut.read_share(tokens)
+
+
+def test_whole_experts_never_decode_faster() -> None:
+    cut, whole = (decoder_of(EXPERTS, 8, 1, SPEED, 2, whole_experts=own) for own in (False, True))
+    assert all(cut.seconds(active, 1000) < whole.seconds(active, 1000) for active in (1, 10, 100, 1000))
+    assert cut.prefill(SPEED, 1e5, 1000) < whole.prefill(SPEED, 1e5, 1000)
+    alone = (decoder_of(EXPERTS, 1, 1, SPEED, 2, whole_experts=own) for own in (False, True))
+    assert len(set(alone)) == 1
 
 
 # --- scoring and training
