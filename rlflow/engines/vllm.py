@@ -98,6 +98,8 @@ class VllmEngine(SessionEngine):
         engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         _on_ranks(engine, "end_with_engine")
         _on_ranks(engine, "prepare_sampler", self._never_sampled)
+        if self._spec.device == "cpu" and self._spec.layout.expert_parallel_size > 1:
+            _on_ranks(engine, "prepare_experts")
         replace_logprobs(_append_logprobs)
         if self._num_experts:
             self._sparse_layers: list[int] = _on_ranks(engine, "prepare_routing", self._num_experts)[0]
@@ -345,7 +347,7 @@ def _on_ranks(engine: Any, method: str, *arguments: Any, **named: Any) -> list[A
 
 ENGINE = EngineKind(
     engine=VllmEngine,
-    parallel=frozenset({"data", "tensor", "pipeline"}),
+    parallel=frozenset({"data", "tensor", "pipeline", "expert"}),
     package="vllm",
     check_package=_check_package,
     concurrent=True,

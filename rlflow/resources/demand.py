@@ -52,6 +52,8 @@ class Demand:
             value = getattr(self.pins, name)
             has_choice = name == "gpus" or name.removesuffix("_parallel_size") in self.parallel
             found[name] = int(value) if value != "auto" else None if has_choice else 1
+        if self.job == "serve" and found["tensor_parallel_size"] is None and (found["expert_parallel_size"] or 1) > 1:
+            found["tensor_parallel_size"] = found["expert_parallel_size"]
         return found
 
     def shares_heads(self, size: int) -> bool:
@@ -121,6 +123,11 @@ class Demand:
             fact = f"{groups} GPUs do not consist of tensor-parallel groups of {tensor}, and experts are not cut"
             raise self._error("expert_parallel_size", fact, fix=str(tensor))
         serves, trains = self.job == "serve", self.job == "train"
+        if serves and groups not in (1, tensor):
+            fact = (
+                f"is {groups}, but an engine divides experts among its {tensor} tensor-parallel GPUs, and shares none"
+            )
+            raise self._error("expert_parallel_size", fact, fix=str(tensor))
         sharded = not serves and "data" in self.parallel
         for field, has in (
             ("zero_stage", sharded and "replicate" not in self.parallel),

@@ -36,7 +36,8 @@ class Resources(Section):
     sequence_parallel_size: Count | Auto = "auto"
     """GPUs of one host that divide the tokens of each sequence among them."""
     expert_parallel_size: Count | Auto = "auto"
-    """GPUs of one host that divide the experts of each layer among them, and exchange tokens."""
+    """GPUs of one host that divide the experts of each layer among them. Ranks that train exchange tokens. In an engine
+    the GPUs are those of a tensor-parallel group, with whole experts in place of a part of each."""
     num_replicas: Count | Auto = "auto"
     """Copies of a sharded model, each on its part of the data-parallel ranks: with one per host, weights are gathered
     inside hosts."""

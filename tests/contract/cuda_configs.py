@@ -1,8 +1,8 @@
 """A process in which vLLM takes this machine for one with H100s: it reads the recipes' engine arguments, as on a GPU.
 
-``python -m tests.contract.cuda_configs RECIPE...`` prints a line of JSON for each role whose engine is vLLM, and one
-for an engine with more sequences. A process of its own, since vLLM's modules keep the platform that they find when they
-are imported.
+``python -m tests.contract.cuda_configs RECIPE...`` prints a line of JSON for each role whose engine is vLLM, one for an
+engine with more sequences, and one for an engine whose GPUs have experts of their own. A process of its own, since
+vLLM's modules keep the platform that they find when they are imported.
 """
 
 import json
@@ -31,6 +31,7 @@ GPUS = 8
 VARIANTS = (("1x8", ""), ("2x8", ""), ("2x8", "roles.rollout.colocate=[]"))
 # The name of a plan's engine with more sequences than any plan here has.
 MANY = "1000 sequences"
+EXPERTS = "experts in parallel"
 _COMPILED = ("vllm._C_stable_libtorch", "vllm.vllm_flash_attn")
 
 
@@ -97,11 +98,11 @@ def save_to_cache(model: Any, info: Any, module_hash: str) -> None:
     part.replace(file)
 
 
-def plans(recipe: str) -> Iterator[Plan]:
+def plans(recipe: str, *pins: str) -> Iterator[Plan]:
     """Give the recipe's plan on each cluster that has room for it."""
     for cluster, override in VARIANTS:
         with suppress(PlacementError):
-            yield rlflow.compile(load(f"recipe={recipe}", *filter(None, [override])), cluster)
+            yield rlflow.compile(load(f"recipe={recipe}", *filter(None, [override]), *pins), cluster)
 
 
 def config_of(plan: Plan, role: str, plan_spec: EngineSpec, folder: str) -> Any:
@@ -136,6 +137,7 @@ def told(plan: Plan, recipe: str, role: str, **changes: Any) -> dict[str, Any]:
     return line | {
         "planned": {
             "ranks": [layout.tensor_parallel_size, layout.pipeline_parallel_size],
+            "whole experts": layout.expert_parallel_size > 1,
             "sleeps": layout.sleeps,
             "utilization": layout.gpu_memory_utilization,
             "eager": layout.eager is True,
@@ -149,6 +151,7 @@ def told(plan: Plan, recipe: str, role: str, **changes: Any) -> dict[str, Any]:
         },
         "found": {
             "ranks": [config.parallel_config.tensor_parallel_size, config.parallel_config.pipeline_parallel_size],
+            "whole experts": config.parallel_config.enable_expert_parallel,
             "sleeps": config.model_config.enable_sleep_mode,
             "utilization": config.cache_config.gpu_memory_utilization,
             "eager": config.model_config.enforce_eager,
@@ -176,6 +179,8 @@ def main() -> None:
                     print(json.dumps(told(plan, recipe, role)), flush=True)
     plan = next(plans(sys.argv[1]))
     print(json.dumps(told(plan, MANY, "rollout", max_num_seqs=1000)), flush=True)
+    plan = next(plans("gspo_30b_a3b", "roles.rollout.expert_parallel_size=4"))
+    print(json.dumps(told(plan, EXPERTS, "rollout")), flush=True)
     # Libraries may leave threads that do not end.
     os._exit(0)
 

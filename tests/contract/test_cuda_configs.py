@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT
-from tests.contract.cuda_configs import MANY
+from tests.contract.cuda_configs import EXPERTS, MANY
 from tests.helpers import load
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -51,7 +51,7 @@ def test_all_recipes_for_gpus_are_here() -> None:
     assert set(RECIPES) - with_vllm == {"beginner_digits", "dpo_7b", "dpo_deepseek_v3", "grpo_digits", "rm_7b"}
 
 
-@pytest.mark.parametrize("recipe", [*WITH_VLLM, MANY])
+@pytest.mark.parametrize("recipe", [*WITH_VLLM, MANY, EXPERTS])
 def test_vllm_accepts_the_engine_as_planned(recipe: str, lines: list[dict[str, Any]]) -> None:
     of_recipe = [line for line in lines if line["recipe"] == recipe]
     assert of_recipe
@@ -59,6 +59,11 @@ def test_vllm_accepts_the_engine_as_planned(recipe: str, lines: list[dict[str, A
         assert "error" not in line, line["error"]
         assert line["found"] == line["planned"], (line["cluster"], line["role"])
         assert (line["device"], line["asynchronous"]) == ("cuda", True)
+
+
+def test_experts_are_divided_where_a_recipe_asks_for_it(lines: list[dict[str, Any]]) -> None:
+    divided = [line["planned"] for line in lines if line["planned"]["whole experts"]]
+    assert [planned["ranks"] for planned in divided] == [[4, 1]]
 
 
 def test_all_ways_of_weights_are_among_them(lines: list[dict[str, Any]]) -> None:

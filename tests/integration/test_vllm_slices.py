@@ -45,16 +45,16 @@ def given() -> Prompts:
     return Prompts(keys=keys(4), ids=Packed.from_rows(ids, np.int32), rows=({},) * 4)
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(("size", "experts"), [(1, 1), (2, 1), (2, 2)])
 def test_vllm_follows_experts_that_arrive_in_slices(
-    trainers: Sequence[EngineProcess], size: int, tmp_path: Path
+    trainers: Sequence[EngineProcess], size: int, experts: int, tmp_path: Path
 ) -> None:
-    """vLLM divides experts by tensor parallelism, so ranks on its side take other parts than those of the trainer."""
+    """vLLM's ranks have a part of each expert, or experts of their own; whole tensors follow the slices."""
     model: Model = save_model(tmp_path, "qwen3_moe", head_dim=32)
     of = with_experts(actor(), model, 2)
     of = replace(of, optimizer=replace(of.optimizer, learning_rate=1e-2))
     trained = of_ranks(trainers, free_address(), of)
-    layout = Layout(micro_batch_tokens=1, tensor_parallel_size=size)
+    layout = Layout(micro_batch_tokens=1, tensor_parallel_size=size, expert_parallel_size=experts)
     serving = replace(spec("rollout", model=model), layout=layout, max_model_len=64, max_num_seqs=8)
     with processes(1, "vllm") as (vllm,):
         vllm.send(build_sliced, serving)
@@ -74,14 +74,15 @@ def test_vllm_follows_experts_that_arrive_in_slices(
         before = generate()
         assert difference(before) < TOLERANCE
         batch = minibatch(Sequences(keys=before.keys, prompt_ids=before.prompt_ids, response_ids=before.response_ids))
-        trained.update([batch, batch], [LikelihoodLoss()] * 2)
-        assert difference(before) > 100 * TOLERANCE
-        sent = all_of(trainers, sliced_weights, trained._places)[0]
-        # Two layers of eight experts have three matrices each.
-        assert sum(".experts." in weight for weight, _ in sent) == 2 * 8 * 3
-        vllm.send(_load, place, sent)
-        vllm.receive()
-        assert difference(generate()) < TOLERANCE
+        for is_sliced in (True, False):
+            trained.update([batch, batch], [LikelihoodLoss()] * 2)
+            assert difference(before) > 100 * TOLERANCE
+            sent = all_of(trainers, sliced_weights, trained._places)[0] if is_sliced else trained.weights()[0]
+            # Two layers of eight experts have three matrices each, of which a whole tensor has one or two.
+            assert sum(".experts." in weight for weight, _ in sent) == 2 * (8 * 3 if is_sliced else 2)
+            vllm.send(_load, place, sent)
+            vllm.receive()
+            assert difference(generate()) < TOLERANCE
 
 
 def _generate(engines: list[Any], place: int) -> Rollouts:

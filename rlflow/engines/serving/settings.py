@@ -113,6 +113,7 @@ def engine_arguments(spec: EngineSpec, folder: str, config: Any, adapted_layers:
         "max_num_seqs": spec.max_num_seqs,
         "tensor_parallel_size": layout.tensor_parallel_size,
         "pipeline_parallel_size": layout.pipeline_parallel_size,
+        "enable_expert_parallel": layout.expert_parallel_size > 1,
         "distributed_executor_backend": "uni" if layout.model_parallel_size == 1 else "mp",
         "enable_prefix_caching": True,
         "logprobs_mode": "processed_logprobs",

@@ -48,6 +48,10 @@ class WorkerExtension:
         elif runner.sampler is not None:  # only the last pipeline stage samples
             vllm.wrap_random_sampling(runner.sampler, lambda sample: partial(_sample_on_gpu, sample, cut))
 
+    def prepare_experts(self) -> None:
+        """Compute the experts of this rank alone, on a CPU."""
+        vllm.map_experts(self.model_runner.get_model())
+
     def prepare_routing(self, num_experts: int) -> list[int]:
         """Record the experts of tokens, where vLLM does not; return the layers that have experts."""
         if not self.vllm_config.use_v2_model_runner:

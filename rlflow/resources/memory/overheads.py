@@ -62,7 +62,8 @@ def process_terms(layout: Layout, sharp: Sharp = NO_SHARP) -> dict[str, float]:
         )
         if size > 1
     ]
-    peers = layout.expert_parallel_size if layout.expert_parallel_size > 1 else 0
+    # The ranks of an engine have all tokens, and send none to each other.
+    peers = layout.expert_parallel_size if layout.expert_parallel_size > 1 and layout.eager is None else 0
     loads_nccl = bool(ways) or layout.zero_stage is not None
     nccl = NCCL_GIB * loads_nccl + NCCL_COMMUNICATOR_GIB * len(ways) + NCCL_PEER_GIB * peers
     return {"nccl": nccl + sum(sharp.gib(size) for size in ways), "context": CONTEXT_GIB}

@@ -249,7 +249,8 @@ def generate_memory(
     budget = (layout.gpu_memory_utilization or 0.9) * memory_gib
     width = layout.tensor_parallel_size
     weights = max(stage.dense + stage.experts for stage in pipeline_stages(model, layout))
-    peak = limits.max_batched_tokens * (4 * model.hidden_size + (4 * model.mlp_width + 4 * model.query_width) / width)
+    mlp_width = model.mlp_width / (1 if layout.expert_parallel_size > 1 else width)
+    peak = limits.max_batched_tokens * (4 * model.hidden_size + 4 * mlp_width + 4 * model.query_width / width)
     peak += limits.max_num_seqs * model.vocab_size * 10
     terms = {
         "weights": weight_bytes * (weights + model.num_encoder_parameters) / GIB,

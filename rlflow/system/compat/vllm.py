@@ -1,6 +1,7 @@
 """Private names of vLLM's scheduler, executor, sampler, kernels, routers and reloading of weights."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 
@@ -90,6 +91,23 @@ def capture_experts(model: Any, capture: Callable[[Any], None]) -> None:
     """
     for module in _moe_runners(model):
         module.router.set_capture_fn(capture)
+
+
+def map_experts(model: Any) -> None:
+    """Have the kernels of CPUs compute a rank's own experts, where vLLM numbers those of all ranks and ends in a crash.
+
+    Its kernels for GPUs take the map from all experts to those of a rank.
+    """
+    for module in _moe_runners(model):
+        method = module.routed_experts.quant_method
+        method.apply = partial(_apply_own, method.apply)
+
+
+def _apply_own(apply: Any, layer: Any, topk_weights: Any, topk_ids: Any, **named: Any) -> Any:
+    """Call a layer's products with the numbers that its experts have on this rank; others have a weight of zero."""
+    own = layer.expert_map[topk_ids]
+    ids = own.clamp(min=0).to(topk_ids.dtype)
+    return apply(layer=layer, topk_weights=topk_weights * (own >= 0), topk_ids=ids, **named)
 
 
 def _moe_runners(model: Any) -> list[Any]:

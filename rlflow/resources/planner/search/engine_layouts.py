@@ -74,11 +74,23 @@ def _tensor_sizes(demand: Demand, shape: PoolShape) -> list[int]:
     return group_sizes(demand, shape.largest_group) if demand.architecture else [1]
 
 
+def _expert_size(demand: Demand, tensor: int) -> int:
+    """Return the GPUs of an engine that divide its experts: as pinned, or all where their width cannot be divided.
+
+    By the formulas whole experts are never faster: each step waits for the GPU whose experts are wanted most.
+    """
+    model, pinned = demand.architecture, demand.pinned("expert_parallel_size")
+    if pinned is not None or model is None or not model.num_experts:
+        return pinned or 1
+    return tensor if model.expert_width % tensor and model.num_experts % tensor == 0 else 1
+
+
 def _layout(demand: Demand, tensor: int, host_set: HostSet) -> Layout:
     """Return the layout of engines of a size, without their number and their memory."""
     tokens, eager, serves = demand.pins.micro_batch_tokens, demand.pins.eager, "tensor" in demand.parallel
     return Layout(
         tensor_parallel_size=tensor,
+        expert_parallel_size=_expert_size(demand, tensor),
         micro_batch_tokens=CPU_MICRO_BATCH_TOKENS if tokens == "auto" else tokens,
         eager=(not host_set.counts_memory if eager == "auto" else eager) if serves else None,
     )

@@ -157,6 +157,26 @@ def test_experts_are_spread_over_their_own_ranks_and_sharded_over_the_rest() -> 
     assert terms["optimizer"] == pytest.approx(12 * (rest / 16 + experts / 8 / 2) / GIB)
 
 
+def test_an_engine_with_whole_experts_has_the_same_weights_and_wider_activations() -> None:
+    """Its ranks have all tokens, so they need no buffers to exchange them."""
+    cut = layout(tensor_parallel_size=8, gpu_memory_utilization=0.9, eager=False)
+    whole = replace(cut, expert_parallel_size=8)
+    before, after = (generate_memory(MOE, of, 79.6).terms for of in (cut, whole))
+    changed = {name for name in before if before[name] != pytest.approx(after[name])}
+    assert changed == {"engine", "kv"}
+    # Eight experts of 768 values for each of 8192 tokens, in bf16 before and after their product.
+    assert after["engine"] - before["engine"] == pytest.approx(8192 * 4 * 8 * 768 * 7 / 8 / GIB)
+
+
+def test_each_tensor_parallel_rank_has_a_copy_of_a_latent_cache() -> None:
+    """DeepSeek-V3 caches 512 + 64 values of two bytes in 61 layers, whatever the number of ranks."""
+    for size in (8, 16):
+        memory = generate_memory(
+            card("deepseek_v3"), layout(tensor_parallel_size=size, gpu_memory_utilization=0.9), 400.0
+        )
+        assert memory.kv_tokens == pytest.approx(memory.terms["kv"] * GIB / (61 * 576 * 2))
+
+
 def test_the_fullest_stage_of_a_pipeline() -> None:
     """61 layers over 8 stages are 8 at most, and 5 in the last."""
     model = card("deepseek_v3")
