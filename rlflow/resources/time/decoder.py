@@ -135,7 +135,7 @@ def decoder_of(
     step += boundaries * efficiency.decode_message_s * 3
     each += boundaries * _stage_message(model, speed) / stages
     head = model.vocab_size * model.hidden_size if model.head_parameters == 0 else 0
-    # Of ``width`` sums of independent choices the largest is about sqrt(2 ln width) standard deviations above the mean.
+    # The largest of ``width`` sums of independent choices is about sqrt(2 ln width) standard deviations above the mean.
     spread = sqrt(2 * log(width) * width / model.num_experts) if whole_experts and model.num_experts else 0.0
     expert_flops = work.expert_flops / (efficiency.expert_matmul * (efficiency.expert_balance if spread else 1.0))
     dense = model.num_parameters - model.num_expert_parameters - model.embedding_parameters + head
