@@ -10,7 +10,7 @@ from tests.conftest import ROOT
 # These run no recipe: they measure rewards or modules alone, or draw demands and recipes with mistakes at random.
 WITHOUT_PLANS = {"fixes", "fsdp_memory", "fuzz_recipes", "pins", "rewards", "update_budgets"}
 # These have many plans, or large ones, or make a model, or import TRL.
-SLOW = {"algorithms", "data_plane", "faults", "grpo_vs_trl", "overlap", "own_runs", "placement"}
+SLOW = {"algorithms", "data_plane", "faults", "grpo_vs_trl", "overlap", "overlap_search", "own_runs", "placement"}
 SLOW |= {"planning_time", "staleness", "tail"}
 # An engine alone.
 WITHOUT_PLANS |= {"agent_faults", "agent_tokens", "decode_cost"}

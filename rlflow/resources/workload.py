@@ -1,7 +1,7 @@
 """The workload of a step: tasks with sizes, the data between them and weight syncs, independent of the algorithm."""
 
 from collections.abc import Collection, Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated, ClassVar, Literal
 
@@ -30,6 +30,8 @@ class Task:
     streams: bool = False
     """It can start with the first of its inputs."""
     samples: int
+    steps: int = 1
+    """The steps whose samples are generated at the same time: several where generation is ahead of training."""
     group_size: int = 1
     prompts: Lengths
     image_tokens: float = 0.0
@@ -156,6 +158,20 @@ class Workload:
     def of(self, role: str) -> tuple[Task, ...]:
         """Return the tasks of a role."""
         return tuple(task for task in self.tasks if task.role == role)
+
+    def on_gpus_of(self, role: str, roles: Collection[str]) -> tuple[Task, ...]:
+        """Return the tasks of a role that shares its GPUs with ``roles``, with the steps that it generates at once.
+
+        With ``in_flight: wait`` these are several only where a turn of generation has several steps.
+        """
+        ahead = self.ahead
+        if ahead is None or not (ahead.overlap.in_flight == "keep" or self.takes_turns(dict.fromkeys(roles, (0,)))):
+            return self.of(role)
+        steps = ahead.overlap.max_staleness + 1
+        return tuple(
+            replace(task, steps=steps) if task.kind == "generate" and task.node in ahead.nodes else task
+            for task in self.of(role)
+        )
 
     def bytes_made_by(self, role: str) -> float:
         """Return the bytes that a role's nodes put into object stores in a step."""

@@ -26,6 +26,10 @@ class Candidate:
         """Return the index of each role's pool."""
         return pool_indices(self.partition)
 
+    def pool_roles(self, role: str) -> tuple[str, ...]:
+        """Return the roles on the GPUs of a role, itself included."""
+        return self.partition[self.pool_of[role]]
+
     @property
     def choices(self) -> dict[str, RoleChoice]:
         """Return the choice of each role."""

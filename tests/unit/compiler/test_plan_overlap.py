@@ -106,10 +106,43 @@ def test_no_other_way_to_share_has_a_shorter_step_when_both_are_simulated(stalen
 
 
 @pytest.mark.slow
+def test_no_other_size_or_width_of_engines_has_a_shorter_step_when_all_are_simulated() -> None:
+    """With tokens of older versions, the schedule of a single step prefers 16 GPUs that generate."""
+    given = (
+        "recipe=grpo_7b",
+        "model@models.policy=llama3_1_70b",
+        "data.batch_size=64",
+        "graph.rollouts.max_tokens=1024",
+        "overlap={max_staleness: 1, in_flight: keep, deterministic: false}",
+        "roles.rollout.colocate=[]",
+    )
+
+    def step(*pins: str) -> float:
+        return rlflow.compile(load(*given, *pins), "8x8@h200").prediction.step_seconds
+
+    sizes = (f"roles.rollout.gpus={gpus}" for gpus in (16, 24, 32))
+    assert step() <= 1.01 * min(
+        step(size, f"roles.rollout.tensor_parallel_size={width}") for size in sizes for width in (4, 8)
+    )
+
+
+def test_an_engine_has_room_for_all_steps_that_it_generates_at_once() -> None:
+    """Two engines share 512 samples, or those of three steps where unfinished samples keep their tokens."""
+    apart = ("recipe=grpo_7b", "data.batch_size=64", "roles.rollout={gpus: 4, colocate: [], tensor_parallel_size: 2}")
+
+    def sequences(*options: str) -> int | None:
+        return rlflow.compile(load(*apart, *options), "1x8").prediction.memory["rollout"].sequences
+
+    keep = "overlap={max_staleness: 2, in_flight: keep, deterministic: false}"
+    assert [sequences(), sequences("overlap.max_staleness=2"), sequences(keep)] == [256, 256, 768]
+
+
+@pytest.mark.slow
 def test_a_step_takes_as_long_as_its_longer_side_and_the_weight_sync() -> None:
     # Sides that take equally long on average wait for each other in turns, so training is longer here.
     pins = (
         "roles.rollout.colocate=[]",
+        "roles.rollout.gpus=8",
         "roles.rollout.data_parallel_size=2",
         "graph.update.score_first_minibatch=true",
     )

@@ -75,7 +75,9 @@ def _token_seconds(inputs: PlannerInputs, result: SearchResult, task: Task) -> f
     if demand.architecture is None:
         return None
     speed = inputs.host_set([role]).speed.of_engine(demand.engine)
-    return task_generation(demand, task, choice.layout, speed, choice.kv_tokens).token_seconds
+    together = inputs.workload.on_gpus_of(role, result.candidate.pool_roles(role))
+    planned = next(one for one in together if one.node == task.node)
+    return task_generation(demand, planned, choice.layout, speed, choice.kv_tokens).token_seconds
 
 
 def _cpu_cores(result: SearchResult, task: Task, seconds: float) -> Mapping[str, float] | None:

@@ -94,7 +94,7 @@ def predict_overlap(
     for k, overlap in tried.items():
         # Several steps may fill more places than one has samples.
         steps = k + 1 if turns or overlap.in_flight != "wait" else 1
-        slots = _profile(candidate, inputs, replace(generating[0], samples=steps * decoding.samples)).slots
+        slots = _profile(candidate, inputs, replace(generating[0], steps=steps)).slots
         simulated[k] = simulate(replace(decoding, slots=slots), train, sync, overlap)
     chosen: OverlapTimes = simulated[asked]
     best = min(times.step_seconds for times in simulated.values())
@@ -115,21 +115,23 @@ def _decoding(candidate: Candidate, inputs: PlannerInputs, task: Task, ahead: Ah
     seconds = spans[task.node].seconds
     if inputs.demands[str(task.role)].architecture is None or not seconds:
         return None
-    profile = _profile(candidate, inputs, task)
+    together = inputs.workload.on_gpus_of(str(task.role), candidate.pool_roles(str(task.role)))
+    planned = next(one for one in together if one.node == task.node)
+    profile = _profile(candidate, inputs, planned)
 
-    def decoding(scale: float) -> Decoding:
+    def decoding(steps: int, scale: float) -> Decoding:
         return Decoding(
-            samples=task.samples,
+            samples=steps * task.samples,
             slots=profile.slots,
             lengths=profile.steps.values,
             token_seconds=lambda active: scale * profile.step_seconds(active),
-            prefill=scale * profile.prefill,
+            prefill=steps / planned.steps * scale * profile.prefill,
             prefill_token=scale * profile.prefill_step,
             judging=max(spans[node].end for node in ahead.nodes) - spans[task.node].end,
         )
 
-    unscaled = decoding(1.0)
-    return decoding(seconds / (alone_seconds(unscaled) - unscaled.judging))
+    unscaled = decoding(planned.steps, 1.0)
+    return decoding(1, planned.steps * seconds / (alone_seconds(unscaled) - unscaled.judging))
 
 
 def _profile(candidate: Candidate, inputs: PlannerInputs, task: Task) -> DecodeProfile:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from math import ceil
 
 from rlflow.resources.demand import Demand
@@ -81,7 +82,7 @@ def _work_seconds(demand: Demand, task: Task, layout: Layout, speed: Speed, kv_t
     model = demand.architecture
     assert model is not None
     if task.kind == "generate":
-        return task_generation(demand, task, layout, speed, kv_tokens).seconds
+        return task_generation(demand, task, layout, speed, kv_tokens).seconds / task.steps
     epochs, minibatches = (task.epochs, task.minibatches) if task.kind == "update" else (1, 1)
     batch = PassBatch(
         tokens=task.tokens * epochs,
@@ -130,15 +131,16 @@ def _logit_bytes(model: Architecture, base: float, per_value: float) -> float:
 
 
 def task_generation(demand: Demand, task: Task, layout: Layout, speed: Speed, kv_tokens: float) -> Generation:
-    """Return the generation of one engine, whose KV cache has ``kv_tokens``."""
+    """Return the generation of one engine, whose KV cache has ``kv_tokens``, of all steps at once."""
     model, workers, serves = demand.architecture, layout.data_parallel_size, "tensor" in demand.parallel
     assert model is not None
     # Serving engines get samples as they have room, so all end together; the samples of a prompt go to several engines,
     # and each of these reads the prompt. Other engines get whole groups from the start.
-    groups = task.samples / task.group_size
-    sequences = task.samples / workers if serves else ceil(groups / workers) * task.group_size
+    samples = task.samples * task.steps
+    groups = samples / task.group_size
+    sequences = samples / workers if serves else ceil(groups / workers) * task.group_size
     requests = Requests(
-        sequences=min(task.samples, sequences),
+        sequences=min(samples, sequences),
         group_size=max(1.0, task.group_size / workers) if serves else task.group_size,
         prompts=task.prompts,
         responses=task.responses,
@@ -169,7 +171,7 @@ class DecodeProfile:
     step_seconds: Callable[[float], float]
     """The time of such a step, by the number of running samples."""
     prefill: float
-    """The time to read all prompts of a step."""
+    """The time to read all prompts of its steps."""
     prefill_step: float
     """The time to read the tokens of one more decoding step."""
 
@@ -182,7 +184,7 @@ def decode_profile(demand: Demand, task: Task, layout: Layout, speed: Speed, kv_
     return DecodeProfile(
         slots=made.concurrency * workers,
         steps=pace.steps,
-        step_seconds=lambda live: pace.seconds(max(1.0, live / workers), made.context),
+        step_seconds=cache(lambda live: pace.seconds(max(1.0, live / workers), made.context)),
         prefill=made.prefill_seconds,
         prefill_step=token_s * task.responses.mean / pace.steps.mean,
     )

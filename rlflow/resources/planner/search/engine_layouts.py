@@ -185,7 +185,7 @@ class EngineOption:
     @cached_property
     def _sequences(self) -> float:
         """Return the most sequences of an engine at the same time."""
-        shares = (task.samples / self.layout.data_parallel_size for task in self.tasks)
+        shares = (task.samples * task.steps / self.layout.data_parallel_size for task in self.tasks)
         return min(MAX_NUM_SEQS, max(shares, default=1.0))
 
     def _memory(self, share: float) -> EngineMemory:

@@ -21,30 +21,26 @@ _OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "weights")
 
 
 class LayoutSearches:
-    """The layout searches of roles on the same GPUs, which do not depend on the roles beside them, each made once."""
+    """The layout searches of roles on the same GPUs, each made once, whatever roles are beside them."""
 
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
         self._searches: dict[object, LayoutSearch] = {}
-        self._least_seconds: dict[str, Mapping[str, float]] = {}
 
     def of(self, demand: Demand, policy: PoolPolicy, pool: Pool) -> LayoutSearch:
         """Return the search of a role under a policy; policies that do not differ for the role share it."""
-        state = policy.state_of(demand)
-        if (demand.role, state) not in self._searches:
-            base, tasks = base_layout(demand, state, pool.shape), self._workload.of(demand.role)
-            self._searches[demand.role, state] = LayoutSearch(demand, tasks, base, pool.shape, pool.host_set)
-        return self._searches[demand.role, state]
+        state, tasks = policy.state_of(demand), self._workload.on_gpus_of(demand.role, pool.roles)
+        key = (demand.role, state, *(task.steps for task in tasks))
+        if key not in self._searches:
+            base = base_layout(demand, state, pool.shape)
+            self._searches[key] = LayoutSearch(demand, tasks, base, pool.shape, pool.host_set)
+        return self._searches[key]
 
     def least_seconds(self, demand: Demand, pool: Pool) -> Mapping[str, float]:
         """Return times that no node of a role is faster than: those with nothing offloaded."""
-        if demand.role not in self._least_seconds:
-            searches = [self.of(demand, policy, pool) for policy in _policies((demand,), "none")]
-            nodes = searches[0].least_node_seconds
-            self._least_seconds[demand.role] = {
-                node: min(search.least_node_seconds[node] for search in searches) for node in nodes
-            }
-        return self._least_seconds[demand.role]
+        searches = [self.of(demand, policy, pool) for policy in _policies((demand,), "none")]
+        nodes = searches[0].least_node_seconds
+        return {node: min(search.least_node_seconds[node] for search in searches) for node in nodes}
 
 
 def best_use(pool: Pool, workload: Workload, searches: LayoutSearches) -> PoolUse | Shortage:

@@ -2,7 +2,7 @@
 
 Candidates are ways to share with sizes of pools. The best use of each pool is found, the step is scheduled, and the
 fastest candidates are placed exactly. Of plans within one percent of the shortest step, the one with fewer GPUs wins.
-Where samples are generated ahead, the schedules choose the sizes of each way to share, and simulated steps the way.
+Where samples are generated ahead, the steps of the candidates are simulated: a schedule is hardly longer than those.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,8 +28,14 @@ from rlflow.resources.workload import Workload
 _PLACED = 6
 # The limit where many are equally fast, as for models so small that only the latency of a weight sync counts.
 _MOST_PLACED = 64
+# The same where samples are generated ahead, whose simulation takes longer.
+_MOST_SIMULATED = 24
 # Step times that differ by less count as equal.
 _SAME = 1.01
+
+
+_Timed = tuple[float, int, PlacedCandidate]
+"""The seconds of a step, the number of a candidate, and the candidate on its hosts."""
 
 
 class Search:
@@ -49,20 +55,21 @@ class Search:
         """
         self._check()
         ahead = self.inputs.workload.ahead is not None
+        most = _MOST_SIMULATED if ahead else _MOST_PLACED
         streams = [self._fastest_first(partition) for partition in self._partitions()]
         heads = [(_order(head), head, stream) for stream in streams if (head := next(stream, None)) is not None]
         heapify(heads)
         fitting: list[Candidate] = []
-        placed: list[tuple[int, PlacedCandidate]] = []
+        placed: list[_Timed] = []
         while heads:
             _, candidate, stream = heads[0]
-            quickest = min((plan.seconds for _, plan in placed), default=float("inf"))
-            if placed and candidate.margin > min(plan.candidate.margin for _, plan in placed):
+            quickest = min((seconds for seconds, _, _ in placed), default=float("inf"))
+            if placed and candidate.margin > min(plan.candidate.margin for _, _, plan in placed):
                 break
-            if len(placed) >= (_PLACED if candidate.schedule.step_seconds > quickest * _SAME else _MOST_PLACED):
+            if len(placed) >= (_PLACED if candidate.schedule.step_seconds > quickest * _SAME else most):
                 break
             if (plan := self._place(candidate)) is not None:
-                placed.append((len(fitting), plan))
+                placed.append(self._timed(len(fitting), plan))
             fitting.append(candidate)
             if (head := next(stream, None)) is not None:
                 heapreplace(heads, (_order(head), head, stream))
@@ -71,12 +78,13 @@ class Search:
         next_of_ways = [head for _, head, _ in sorted(heads, key=lambda entry: entry[0])]
         if ahead:
             plans = ((index, self._place(head)) for index, head in enumerate(next_of_ways, len(fitting)))
-            placed += [(index, plan) for index, plan in plans if plan is not None]
+            placed += [self._timed(index, plan) for index, plan in plans if plan is not None]
         fitting += next_of_ways
-        placed = placed or [(len(fitting), plan) for plan in self._place_least()]
+        placed = placed or [self._timed(len(fitting), plan) for plan in self._place_least()]
         if not placed:
             return None
-        index, chosen = self._chosen(placed)
+        safest = min(plan.candidate.margin for _, _, plan in placed)
+        index, chosen = _fastest([timed for timed in placed if timed[-1].candidate.margin == safest])
         alternatives = (*fitting[:index], *fitting[index + 1 :])
         roles = chosen.roles(self.inputs.cluster)
         return SearchResult(chosen.candidate, roles, alternatives, tuple(self.rejected))
@@ -106,17 +114,9 @@ class Search:
         yield from search.fastest_first()
         self.rejected += search.rejected
 
-    def _chosen(self, placed: Sequence[tuple[int, PlacedCandidate]]) -> tuple[int, PlacedCandidate]:
-        """Return the fastest of the safest candidates, with its number."""
-        safest = min(plan.candidate.margin for _, plan in placed)
-        placed = [(index, plan) for index, plan in placed if plan.candidate.margin == safest]
-        if self.inputs.workload.ahead is None:
-            return _fastest([(plan.seconds, index, plan) for index, plan in placed])
-        ways: dict[Partition, list[tuple[float, int, PlacedCandidate]]] = {}
-        for index, plan in placed:
-            ways.setdefault(plan.candidate.partition, []).append((plan.seconds, index, plan))
-        best = [_fastest(way) for way in ways.values()]
-        return _fastest([(step_seconds(plan.candidate, self.inputs), index, plan) for index, plan in best])
+    def _timed(self, index: int, plan: PlacedCandidate) -> _Timed:
+        """Return a candidate after its step, which is simulated where samples are generated ahead."""
+        return step_seconds(plan.candidate, self.inputs), index, plan
 
     def _check(self) -> None:
         for demand in self.inputs.demands.values():
@@ -158,7 +158,7 @@ class Search:
                 yield plan
 
 
-def _fastest(timed: Sequence[tuple[float, int, PlacedCandidate]]) -> tuple[int, PlacedCandidate]:
+def _fastest(timed: Sequence[_Timed]) -> tuple[int, PlacedCandidate]:
     """Return the candidate with the shortest step; of those that are nearly as fast, the one with the fewest GPUs."""
     quickest = min(seconds for seconds, _, _ in timed)
     near = [(index, plan) for seconds, index, plan in timed if seconds <= quickest * _SAME]
