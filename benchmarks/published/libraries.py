@@ -29,6 +29,8 @@ LONG = 65_536
 """A sample so long is a micro-batch by itself, unless the row says otherwise."""
 TE_LOGITS = 2
 """Transformer Engine's cross-entropy, which Megatron-Bridge's recipes set: gradients take the place of bf16 logits."""
+FREED_LOGITS = 12
+"""torchtitan deletes logits before the backward pass (train.py): their log-softmax in fp32, and two gradients."""
 LOGPROB_LOGITS, VERL_LOGITS, OPENRLHF_LOGITS, FAST_LOGITS = 14, 8, 10, 8
 """Bytes of a logit at the peak of a loss. NeMo-RL, and others' sampling on Megatron: log-softmax of each
 tensor-parallel rank's share in fp32, its exponential and gradients. verl (workers/actor/dp_actor.py) divides a view of
@@ -72,6 +74,8 @@ class Profile:
     """The engine's tensor-parallel size by default."""
     engine_eager: bool | None = None
     """The engine runs without CUDA graphs by default."""
+    reference_adapters: bool = False
+    """The reference of a run with adapters is a frozen copy of them, and not the model without any."""
     gathers_at_once: bool = False
     """ZeRO 3 gathers all weights at once by default when they go to an engine."""
 
@@ -108,7 +112,11 @@ _PROFILES: tuple[tuple[str, str, Profile], ...] = (
     ("nemo-automodel", "fsdp", replace(_TRAINER, fills=True, pipeline_sequences=1, checkpoints=False, sequences=1)),
     # The RL loss goes over the vocabulary in chunks of 8192 (trainer/models/layers/lm_head.py); torch.compile.
     ("prime-rl", "fsdp", Profile(training=FSDP, frozen_bytes=None, fills=True, chunk_vocabulary=8192)),
-    ("torchtitan", "fsdp", Profile(training=replace(FSDP, shards_norms=True), fills=True, pipeline_sequences=1)),
+    (
+        "torchtitan",
+        "fsdp",
+        Profile(training=replace(FSDP, shards_norms=True, logits=FREED_LOGITS), fills=True, pipeline_sequences=1),
+    ),
     # Logits are in bf16 as a whole, and widened in eighths (modules/loss/ce_chunked_output_loss.py); AdamW is fused.
     (
         "torchtune",
@@ -119,11 +127,18 @@ _PROFILES: tuple[tuple[str, str, Profile], ...] = (
     ("litgpt", "fsdp", replace(_TRAINER, adapter_inputs=0, checkpoints=True)),
     ("litgpt", "trainer", replace(_TRAINER, adapter_inputs=0, checkpoints=False)),
     # GRPO computes log-probabilities of at most 1024 tokens of a sequence at a time, without autocast
-    # (algorithms/core/llm_ops/fused_logprobs.py).
+    # (algorithms/core/llm_ops/fused_logprobs.py), and has use_separate_reference_adapter (algorithms/grpo.py).
     (
         "agilerl",
         "trainer",
-        replace(_TRAINER, adapter_inputs=4, chunk_tokens=1024, utilization=0.9, engine_tensor_parallel=1),
+        replace(
+            _TRAINER,
+            adapter_inputs=4,
+            chunk_tokens=1024,
+            reference_adapters=True,
+            utilization=0.9,
+            engine_tensor_parallel=1,
+        ),
     ),
     # Its examples with FSDP checkpoint activations (fsdp_config.activation_checkpointing).
     # Weights stay in the type in which they are loaded (monkeypatch/accelerate/fsdp2.py).
@@ -189,6 +204,8 @@ class Library:
     """Bytes per weight of the engine."""
     references: float
     """Frozen copies of the model on the training GPUs besides the policy."""
+    reference_adapters: bool
+    """A frozen copy of the adapters is there as well."""
     critics: float
     """Trained copies, such as critics, on the training GPUs."""
     may_gather_all: bool
@@ -218,6 +235,7 @@ def library_of(row: Row, model: Architecture, tokens: float) -> Library:
         utilization=profile.utilization or (0.5 if row.placement.startswith("coloc") else 0.9),
         engine_bytes=1 if "fp8" in row.text else 2,
         references=references,
+        reference_adapters=bool(profile.reference_adapters and row.rollout_engine and settings.lora_rank(row)),
         critics=critics,
         may_gather_all=bool(
             profile.gathers_at_once and row.rollout_engine and not row.lora_rank and _zero_stage(row) == 3

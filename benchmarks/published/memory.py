@@ -12,6 +12,7 @@ from rlflow.resources.memory.allocator import Allocator, allocator_of
 from rlflow.resources.memory.overheads import CONTEXT_GIB, NCCL_GIB, asleep_terms, sync_terms
 from rlflow.resources.memory.phases import StepLimits, cached_gib, generate_memory, update_terms, usable_gib
 from rlflow.resources.memory.state import Terms, TrainingMemory, state_terms
+from rlflow.resources.models.lora import adapter_parameters
 from rlflow.resources.planner.confidence import Band, Kind, Verdict, kind_of
 
 Allocators = Callable[[Layout], Allocator]
@@ -120,10 +121,15 @@ def predict(case: Case, allocators: Allocators = allocator_of) -> Prediction:
 
 
 def _others(case: Case) -> dict[str, float]:
-    """Return the memory of other models on the policy's GPUs, as large as the policy: frozen in bf16, or idle."""
+    """Return the memory of other models on the policy's GPUs, as large as the policy: frozen in bf16, or idle.
+
+    Adapters are in fp32.
+    """
     frozen = TrainingMemory(gradients=0, optimizer=0)
     layout = replace(case.train, offload="none")
     reference = case.habits.references * state_terms(case.model, layout, frozen)["weights"]
+    if case.habits.reference_adapters and case.training.lora is not None:
+        reference += 4 * adapter_parameters(case.model, case.training.lora) / GIB
     critic = case.habits.critics * sum(state_terms(case.model, case.train, case.training).values())
     return {"reference": reference, "critic": critic}
 
@@ -205,7 +211,7 @@ def comparable(case: Case, prediction: Prediction, kind: str = "") -> float:
     if re.search("alloc|active|litgpt|torchtune", kind):
         unseen = {"context", "nccl", "fragmentation"}
         unseen |= {term for term in prediction.update if term.startswith("engine ")}
-    elif "reserved" in kind:
+    elif "reserved" in kind and "whole device" not in kind:
         unseen = {"context", "nccl"}
     seen = sum(gib for term, gib in prediction.update.items() if term not in unseen)
     if "fragmentation" in unseen or prediction.limit is None:

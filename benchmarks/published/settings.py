@@ -16,6 +16,10 @@ _TECHNIQUES = (
     "8-bit adamw",
 )
 """The optimizations of torchtune's table (README.md), each added to those before it."""
+_OF_OPTIMIZERS = ("fuse optimizer step into backward", "8-bit adamw")
+_FUSED_SCRIPTS = r"script dapo_moe\w+/\d+\.(megatron|\d+node)"
+"""Scripts that set ``use_fused_kernels``, which their table does not say: all of these that train with Megatron
+(ISEEKYAN/verl_megatron_practice, DAPO_MOE30B and DAPO_MOE235B)."""
 
 
 def family_of(row: Row) -> str:
@@ -115,7 +119,7 @@ def has_fused_loss(row: Row) -> bool:
     named = row.notes.lower().split("evidence:")[0] if row.source_path.endswith(".csv") else row.text
     if re.search(r"(not using|no) (use_)?liger", named):
         return False
-    return bool(re.search(r"liger|fused_linear|fused_kernels|chunked_loss", named))
+    return bool(re.search(rf"liger|fused_linear|fused_kernels|chunked_loss|{_FUSED_SCRIPTS}", named))
 
 
 def is_compiled(row: Row) -> bool:
@@ -129,10 +133,15 @@ def offloads_activations(row: Row) -> bool:
 
 
 def adopts(row: Row, technique: str) -> bool:
-    """Return whether a row of a cumulative table has a technique that an earlier row added."""
+    """Return whether a row of a cumulative table has a technique that an earlier row added.
+
+    The rows of adapters have all but those of the optimizer, as in the command for the last row (torchtune, README.md).
+    """
     text = row.notes.lower()
     if "cumulative optimisation table" not in text:
         return False
+    if lora_rank(row):
+        return technique not in _OF_OPTIMIZERS
     newest = next((index for index, name in enumerate(_TECHNIQUES) if f"+ {name.removeprefix('+ ')};" in text), -1)
     return _TECHNIQUES.index(technique) <= newest
 

@@ -107,6 +107,21 @@ def test_a_table_of_optimizations_adds_one_after_another() -> None:
     assert training("+ 8-bit AdamW") == (True, 3, 0, 2)
 
 
+def test_adapters_end_a_table_of_optimizations_without_those_of_the_optimizer() -> None:
+    notes = "LoRA; cumulative optimisation table"
+    made = case(system="torchtune", train_backend="torchtune single device", lora_rank="8", notes=notes, **ALONE)
+    assert (made.training.fused_layers, made.training.offloads_activations) == (True, True)
+    assert (made.training.logits, made.training.gradients, made.training.optimizer) == (3, 2, 4)
+
+
+def test_scripts_say_what_their_table_leaves_out() -> None:
+    megatron = {"system": "verl", "train_backend": "megatron", "sharding": "dist-optimizer", "source_path": "moe.csv"}
+    fused = case(SAMPLED, **megatron, train_tp="2", notes="script DAPO_MOE30B/11.megatron_4node_tp1ep8.sh; evidence: x")
+    assert fused.training.fused_loss
+    sharded = {"system": "verl", "source_path": "moe.csv"}
+    assert not case(SAMPLED, **sharded, notes="script DAPO_MOE30B/2.fsdp_baseline_8node.sh").training.fused_loss
+
+
 @pytest.mark.parametrize(
     ("cells", "tokens"),
     [

@@ -323,6 +323,20 @@ def test_a_policy_that_is_said_to_be_offloaded_does_not_rest_on_its_gpu() -> Non
     assert "resting weights" in stays.generate.keys() - said.generate.keys()
 
 
+def test_a_reference_of_adapters_is_a_frozen_copy_of_them() -> None:
+    """Adapters of 8 ranks for all linear layers of Qwen2.5-7B have 20,185,088 parameters."""
+    cells = {"system": "agilerl", "train_backend": "hf+peft", "sharding": "", "lora_rank": "8"}
+    assert memory.predict(case(SAMPLED, **cells)).update["reference"] == pytest.approx(4 * 20_185_088 / 2**30)
+    assert memory.predict(case(SAMPLED, lora_rank="8")).update["reference"] == 0
+
+
+def test_the_whole_device_includes_the_context_and_what_is_reserved_does_not() -> None:
+    prediction = memory.predict(case(SAMPLED))
+    whole = memory.comparable(case(SAMPLED), prediction, "whole device: baseline + torch reserved growth")
+    reserved = memory.comparable(case(SAMPLED), prediction, "torch.cuda.max_memory_reserved")
+    assert whole - reserved == pytest.approx(prediction.update["context"] + prediction.update["nccl"])
+
+
 def test_boundaries_are_searched_in_what_differs() -> None:
     series = [
         row(
