@@ -1,6 +1,7 @@
 """A candidate on the hosts of a cluster: which hosts hold its pools, and what their roles do with the GPUs there."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from rlflow.resources.planner.candidate import Candidate, PlacedCandidate
 from rlflow.resources.planner.placement_solver import Counts, PoolRequest, place_pools
@@ -9,9 +10,16 @@ from rlflow.resources.planner.prediction.partition_times import PartitionTimes
 from rlflow.resources.planner.search.pool_cache import PoolCache
 from rlflow.resources.planner.search.pool_pins import pool_pins
 
+# The share by which a step is longer on all GPUs, at least, before some of them stay idle.
+_SLOWER = 1.01
+
 
 def place(candidate: Candidate, cache: PoolCache) -> PlacedCandidate | None:
-    """Place a candidate; where hosts cannot hold its groups, also with smaller ones, and return the fastest."""
+    """Place a candidate, and return the fastest way.
+
+    Smaller groups are tried too where hosts cannot hold its own. GPUs that no group uses go to the last pool, unless
+    that is slower with them.
+    """
     plans: list[PlacedCandidate] = []
     narrower: Candidate | None = candidate
     while narrower is not None:
@@ -20,6 +28,8 @@ def place(candidate: Candidate, cache: PoolCache) -> PlacedCandidate | None:
         placed = _settled(narrower.partition, requests, counts, cache) if counts is not None else None
         if placed is not None:
             plans.append(placed)
+            if placed.seconds > _SLOWER * narrower.schedule.step_seconds and requests[-1].groups is None:
+                plans += _without_rest(narrower, requests, cache)
             if _holds_all_groups(placed):
                 break
         narrower = _narrowed(narrower, cache)
@@ -57,6 +67,18 @@ def _requests(candidate: Candidate, cache: PoolCache) -> tuple[PoolRequest, ...]
             )
         )
     return tuple(requests)
+
+
+def _without_rest(
+    candidate: Candidate, requests: tuple[PoolRequest, ...], cache: PoolCache
+) -> Iterator[PlacedCandidate]:
+    """Yield a candidate whose last pool has no GPUs beyond its size, if hosts can hold it."""
+    gpus, last = candidate.uses[-1].num_gpus, requests[-1]
+    exact = (*requests[:-1], replace(last, gpus=gpus, groups=gpus // last.size))
+    counts = place_pools(exact, cache.inputs.cluster)
+    placed = _settled(candidate.partition, exact, counts, cache) if counts is not None else None
+    if placed is not None:
+        yield placed
 
 
 def _holds_all_groups(placed: PlacedCandidate) -> bool:
