@@ -68,11 +68,11 @@ def kind_of(layout: Layout, training: TrainingMemory) -> Kind:
 # they measured, each system predicted without itself and weighted as ten rows at most. Few rows have divided layers,
 # so their band is that of all. ``python -m benchmarks.published`` prints them ("band").
 MEMORY_BANDS: Mapping[Kind, Band] = {
-    Kind.ADAPTERS_ALONE: Band(0.80, 1.22),
-    Kind.ALONE: Band(0.90, 1.17),
-    Kind.ADAPTERS_SHARDED: Band(0.86, 1.07),
-    Kind.SHARDED: Band(0.83, 1.12),
-    Kind.MODEL_PARALLEL: Band(0.69, 1.17),
+    Kind.ADAPTERS_ALONE: Band(0.83, 1.21),
+    Kind.ALONE: Band(0.96, 1.17),
+    Kind.ADAPTERS_SHARDED: Band(0.86, 1.06),
+    Kind.SHARDED: Band(0.83, 1.06),
+    Kind.MODEL_PARALLEL: Band(0.71, 1.17),
 }
 
 

@@ -76,7 +76,7 @@ def test_other_sizes_are_what_the_planner_says_of_a_recipe_that_pins_the_placeme
 @pytest.mark.slow
 def test_longer_responses_are_tight_beyond_the_plans_limit_and_do_not_fit_far_beyond() -> None:
     overrides = ("graph.rollouts.max_tokens=4096", "roles.actor.gradient_checkpointing=false")
-    plan = rlflow.compile(load("recipe=grpo_7b", *overrides), "1x8@a100_40gb")
+    plan = rlflow.compile(load("recipe=grpo_7b", *overrides), "1x6@a100_40gb")
     (limit,) = [int(line.split()[3]) for line in plan.prediction.limits if "(actor)" in line]
     assert 4096 < limit < 8192
     points = {point.sizes[0]: point for point in points_of(plan).values()}

@@ -49,7 +49,7 @@ def test_checkpointing_is_off_only_where_that_saves_more_than_the_error(recipe: 
 @pytest.mark.slow
 def test_a_pinned_size_may_be_tight() -> None:
     """Micro-batches as large as this need most of what the GPUs have; the change that is proposed makes them safe."""
-    pinned = ("recipe=grpo_7b", "roles.actor.micro_batch_tokens=65536", "roles.actor.sequence_parallel_size=1")
+    pinned = ("recipe=grpo_7b", "roles.actor.micro_batch_tokens=73728", "roles.actor.sequence_parallel_size=1")
     plan = rlflow.compile(load(*pinned), "1x8@l40s")
     assert plan.prediction.verdict == "TIGHT"
     assert any(risk.startswith("actor needs") for risk in plan.prediction.risks)

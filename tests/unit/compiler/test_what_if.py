@@ -24,11 +24,13 @@ def sizes(recipe: Recipe, cluster: str) -> dict[str, str]:
 def test_the_largest_response_is_the_last_that_fits() -> None:
     """Five percent more is tight, or does not fit."""
     base = ("recipe=grpo_7b", "roles.actor.offload=none", "roles.actor.sequence_parallel_size=1")
-    found = sizes(load(*base), "1x3")
+    found = sizes(load(*base), "1x6@a100_40gb")
     tokens = int(found["graph.rollouts.max_tokens"])
     assert tokens > 2048
-    assert rlflow.compile(load(*base, f"graph.rollouts.max_tokens={tokens}"), "1x3").prediction.verdict == "FITS"
-    longer = rlflow.compile(load(*base, f"graph.rollouts.max_tokens={round(1.05 * tokens)}"), "1x3")
+    assert (
+        rlflow.compile(load(*base, f"graph.rollouts.max_tokens={tokens}"), "1x6@a100_40gb").prediction.verdict == "FITS"
+    )
+    longer = rlflow.compile(load(*base, f"graph.rollouts.max_tokens={round(1.05 * tokens)}"), "1x6@a100_40gb")
     assert longer.prediction.verdict == "TIGHT"
 
 

@@ -114,7 +114,7 @@ def test_long_times_are_in_minutes_hours_or_days(seconds: tuple[float, float, fl
 
 @pytest.mark.slow
 def test_sizes_that_are_tight_say_why() -> None:
-    sizes = page_figures(rlflow.compile(load("recipe=ppo_7b"), "1x8@l40s"))["sizes"]
+    sizes = page_figures(rlflow.compile(load("recipe=ppo_7b"), "1x7@l40s"))["sizes"]
     tight = [point["reason"] for point in sizes["points"] if point["summary"].get("verdict") == "TIGHT"]
     assert tight
     assert all(

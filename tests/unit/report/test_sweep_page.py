@@ -64,7 +64,7 @@ def test_the_figures_are_those_of_the_plans(found: dict[str, Plan], tmp_path: Pa
 @pytest.mark.slow
 def test_a_plan_that_takes_longer_and_costs_more_is_not_on_the_frontier(tmp_path: Path) -> None:
     found = plans(price=None)
-    slow = rlflow.compile(load("recipe=grpo_7b", "roles.actor.micro_batch_tokens=2560"), priced("1x8", None))
+    slow = rlflow.compile(load("recipe=grpo_7b", "roles.actor.offload=optimizer"), priced("1x8", None))
     outcomes = outcomes_of(found | {"slow": slow}, tmp_path)
     figures = by_name(sweep_figures(outcomes, tmp_path))
     assert slow.cost.hours > found["1x8"].cost.hours
