@@ -39,7 +39,10 @@ ALGORITHMS = (
 _EXAMPLES = Path(__file__).parents[1] / "examples" / "verifiers"
 # The gain that is required of a recipe.
 _GAIN = 0.2
-_GAINS = {"reasoning_gym": 0.35, "tools": 0.9, "one_behind": 0.75}
+_GAINS = {
+    **dict.fromkeys(("online_dpo", "kto", "distill_top", "reasoning_gym"), 0.35),
+    **{"tools": 0.9, "one_behind": 0.75},
+}
 
 
 @dataclass(frozen=True)
@@ -56,12 +59,16 @@ class Learned:
 
 
 class Watch(Observer):
-    """An observer that records the evaluations of a run, each with the seconds since its start."""
+    """An observer that records the evaluations of a run, each with the seconds since its start.
+
+    The evaluations of runs before it, which train its models, are left out.
+    """
 
     def __init__(self) -> None:
         self.evaluations: list[tuple[float, float]] = []
 
     def started(self, plan: Plan, directory: Path, step: int) -> None:
+        self.evaluations.clear()
         self._began = time.perf_counter()
 
     def evaluated(self, step: int, figure: float) -> None:

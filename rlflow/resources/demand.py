@@ -71,6 +71,14 @@ class Demand:
         is_whole = model is None or (model.vision is None and model.cuts_evenly(size))
         return size == 1 or (self.training.lora is None and is_whole)
 
+    def divides_experts(self, size: int) -> bool:
+        """Return whether ``size`` GPUs of an engine can divide the experts: the width of each, or their number."""
+        model, pinned = self.architecture, self.pinned("expert_parallel_size")
+        if model is None or not model.num_experts or size == 1:
+            return True
+        divides_width = pinned in (None, 1) and model.expert_width % size == 0
+        return divides_width or (pinned in (None, size) and model.num_experts % size == 0)
+
     def check(self, largest_host: int, *, on_gpus: bool = True) -> None:
         """Check the pins against the engine, the hosts and each other. Raises PlacementError."""
         self._check_applies()
@@ -128,6 +136,12 @@ class Demand:
                 f"is {groups}, but an engine divides experts among its {tensor} tensor-parallel GPUs, and shares none"
             )
             raise self._error("expert_parallel_size", fact, fix=str(tensor))
+        if serves and not self.divides_experts(tensor):
+            assert self.architecture is not None
+            fact = f"{tensor} GPUs cannot divide experts of width {self.architecture.expert_width}"
+            if groups == 1 and self.pinned("expert_parallel_size") is None:
+                fact += f", nor {num_experts} experts"
+            raise self._error("tensor_parallel_size", fact, fix=str(self._largest_group(tensor)))
         sharded = not serves and "data" in self.parallel
         for field, has in (
             ("zero_stage", sharded and "replicate" not in self.parallel),
@@ -173,7 +187,8 @@ class Demand:
             raise self._error(f"{way}_parallel_size", fact, fix=str(self._largest_group(size)))
 
     def _largest_group(self, most: int) -> int:
-        return next(size for size in range(most, 0, -1) if self.shares_heads(size))
+        experts = self.divides_experts if self.job == "serve" else lambda size: True
+        return next(size for size in range(most, 0, -1) if self.shares_heads(size) and experts(size))
 
     def _check_gpus(self) -> None:
         gpus = self.pinned("gpus")

@@ -63,6 +63,15 @@ def test_ranks_that_divide_layers_are_neighbours_of_one_gpu_each() -> None:
             ),
             "is 4, but an engine divides experts among its 8 tensor-parallel GPUs, and shares none",
         ),
+        (
+            (
+                "recipe=gspo_30b_a3b",
+                "models.policy.architecture.moe_intermediate_size=767",
+                "models.policy.architecture.num_experts=126",
+                "roles.rollout.tensor_parallel_size=4",
+            ),
+            "4 GPUs cannot divide experts of width 767, nor 126 experts",
+        ),
         (("recipe=grpo_lora_32b", "roles.actor.tensor_parallel_size=2"), "2 GPUs cannot divide layers that have adap"),
         (
             ("recipe=gspo_30b_a3b", "roles.actor.tensor_parallel_size=4", "roles.actor.expert_parallel_size=2"),

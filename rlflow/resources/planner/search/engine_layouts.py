@@ -68,10 +68,11 @@ def _degrees_over_hosts(demand: Demand, size: int, shape: PoolShape, host_set: H
 
 
 def _tensor_sizes(demand: Demand, shape: PoolShape) -> list[int]:
-    """Return the pinned size, or those that divide the heads and fit a host."""
+    """Return the pinned size, or those that divide heads and experts and fit a host."""
     if (pinned := demand.pinned("tensor_parallel_size")) is not None:
         return [pinned]
-    return group_sizes(demand, shape.largest_group) if demand.architecture else [1]
+    sizes = group_sizes(demand, shape.largest_group) if demand.architecture else [1]
+    return [size for size in sizes if demand.divides_experts(size)]
 
 
 def _expert_size(demand: Demand, tensor: int) -> int:
