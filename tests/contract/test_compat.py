@@ -105,6 +105,12 @@ NAMES: dict[str, list[tuple[str, str, str | None]]] = {
             "self hf_inputs hf_processor_mm_kwargs",
         ),
         ("vllm.model_executor.model_loader.reload.layerwise", "_place_kernel_tensors", "layer info"),
+        ("vllm.model_executor.layers.fused_moe.routed_experts", "RoutedExperts.expert_map", None),
+        (
+            "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method",
+            "UnquantizedFusedMoEMethod.apply",
+            "self layer x topk_weights topk_ids shared_experts shared_experts_input",
+        ),
     ],
 }
 
