@@ -160,18 +160,20 @@ class Workload:
         return tuple(task for task in self.tasks if task.role == role)
 
     def on_gpus_of(self, role: str, roles: Collection[str]) -> tuple[Task, ...]:
-        """Return the tasks of a role that shares its GPUs with ``roles``, with the steps that it generates at once.
+        """Return the tasks of a role that shares its GPUs with ``roles``, with the steps that it generates at once."""
+        return tuple(self.at_once(task, roles) for task in self.of(role))
+
+    def at_once(self, task: Task, roles: Collection[str]) -> Task:
+        """Return a task, on the GPUs of ``roles``, with the steps that it generates at once.
 
         With ``in_flight: wait`` these are several only where a turn of generation has several steps.
         """
         ahead = self.ahead
-        if ahead is None or not (ahead.overlap.in_flight == "keep" or self.takes_turns(dict.fromkeys(roles, (0,)))):
-            return self.of(role)
-        steps = ahead.overlap.max_staleness + 1
-        return tuple(
-            replace(task, steps=steps) if task.kind == "generate" and task.node in ahead.nodes else task
-            for task in self.of(role)
-        )
+        if ahead is None or task.kind != "generate" or task.node not in ahead.nodes:
+            return task
+        if ahead.overlap.in_flight == "keep" or self.takes_turns(dict.fromkeys(roles, (0,))):
+            return replace(task, steps=ahead.overlap.max_staleness + 1)
+        return task
 
     def bytes_made_by(self, role: str) -> float:
         """Return the bytes that a role's nodes put into object stores in a step."""

@@ -75,8 +75,7 @@ def _token_seconds(inputs: PlannerInputs, result: SearchResult, task: Task) -> f
     if demand.architecture is None:
         return None
     speed = inputs.host_set([role]).speed.of_engine(demand.engine)
-    together = inputs.workload.on_gpus_of(role, result.candidate.pool_roles(role))
-    planned = next(one for one in together if one.node == task.node)
+    planned = inputs.workload.at_once(task, result.candidate.pool_roles(role))
     return task_generation(demand, planned, choice.layout, speed, choice.kv_tokens).token_seconds
 
 

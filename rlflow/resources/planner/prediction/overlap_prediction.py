@@ -115,8 +115,7 @@ def _decoding(candidate: Candidate, inputs: PlannerInputs, task: Task, ahead: Ah
     seconds = spans[task.node].seconds
     if inputs.demands[str(task.role)].architecture is None or not seconds:
         return None
-    together = inputs.workload.on_gpus_of(str(task.role), candidate.pool_roles(str(task.role)))
-    planned = next(one for one in together if one.node == task.node)
+    planned = inputs.workload.at_once(task, candidate.pool_roles(str(task.role)))
     profile = _profile(candidate, inputs, planned)
 
     def decoding(steps: int, scale: float) -> Decoding:
