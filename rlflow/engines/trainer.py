@@ -15,6 +15,7 @@ from rlflow.engines.base import EngineSpec, TokenLoss, choose_head
 from rlflow.engines.causal_lm.adapters import (
     excluded_modules,
     is_adapter,
+    learning_rate_factor,
     merge_adapter,
     save_adapters,
     synced_weights,
@@ -91,7 +92,7 @@ class TrainingEngine(TunableEngine, ProfiledEngine, ABC):
         self._sharding = create_sharding(spec, model)
 
     def _build_optimizer(self, weights: "Mapping[str, Parameter]") -> "Optimizer":
-        """Return the optimizer of these weights. A group of it has weights of one mesh, as torch requires."""
+        """Return the optimizer of these weights. A group has one learning rate and, as torch requires, one mesh."""
         import torch
 
         from rlflow.engines.causal_lm.muon import Muon, is_matrix
@@ -100,8 +101,9 @@ class TrainingEngine(TunableEngine, ProfiledEngine, ABC):
         groups: dict[Any, dict[str, Any]] = {}
         for name, weight in weights.items():
             of_muon = options.kind == "muon" and is_matrix(name, weight)
-            key = (getattr(weight, "device_mesh", None), of_muon)
-            groups.setdefault(key, {"params": [], "matrices": of_muon})["params"].append(weight)
+            factor = learning_rate_factor(name, self._spec.lora)
+            key = (getattr(weight, "device_mesh", None), of_muon, factor)
+            groups.setdefault(key, {"params": [], "matrices": of_muon, "factor": factor})["params"].append(weight)
         if options.kind == "muon":
             return Muon(list(groups.values()), options)
         return torch.optim.AdamW(
@@ -129,7 +131,7 @@ class TrainingEngine(TunableEngine, ProfiledEngine, ABC):
         """Take one optimizer step; metrics are those of the whole minibatch."""
         learning_rate = self._spec.optimizer.learning_rate_at(minibatch.step, self._spec.steps)
         for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = learning_rate * group.get("factor", 1.0)
         self._model.train()
         try:
             with self.within_memory():

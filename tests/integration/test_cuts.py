@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from rlflow.batch import Metrics, Minibatch
 from rlflow.engines.base import EngineSpec
 from rlflow.engines.torch import TorchEngine
+from rlflow.engines.transformers import TransformersEngine
+from rlflow.nodes.distillation import DivergenceLoss
 from rlflow.nodes.minibatches import Weighting
 from rlflow.nodes.policy_loss import Correction, LikelihoodLoss
 from rlflow.nodes.policy_update import PolicyGradient, PolicyUpdate
@@ -35,6 +37,7 @@ GSPO = GspoUpdate(
     entropy_coef=0.1,
     correction=Correction(level="sequence", max_ratio=1.2),
 )
+DISTILL = DivergenceLoss(beta=0.3, temperature=0.9)
 # The difference of the weights before and after is the gradient, but for this factor: large, so that their own rounding
 # counts little.
 STEP = 16.0
@@ -48,7 +51,12 @@ SCATTERED = np.array([3, 0, 8, 4, 1, 9, 5, 7, 10, 2, 6])
 Gradients = dict[str, NDArray[np.float64]]
 
 
-def batch(node: PolicyGradient = PPO) -> Minibatch:
+def batch(node: PolicyGradient | DivergenceLoss = PPO) -> Minibatch:
+    if isinstance(node, DivergenceLoss):
+        # A cold teacher, which a policy with random weights is far from.
+        teacher = TransformersEngine(replace(spec(), seed=5)).top_logprobs(GIVEN, 0.02, 4).values
+        given = minibatch(GIVEN, 0)
+        return replace(given, columns={**given.columns, "teacher": teacher})
     draw = np.random.default_rng(0)
     size, lengths = len(GIVEN.response_ids.values), GIVEN.response_ids.lengths
     old, reference = draw.normal(-2.5, 0.2, (2, size))
@@ -160,7 +168,7 @@ def build(engines: list[Any], of: EngineSpec) -> int:
 
 
 def gradients(
-    engines: list[Any], place: int, given: Minibatch, tokens: int, node: PolicyGradient = PPO
+    engines: list[Any], place: int, given: Minibatch, tokens: int, node: PolicyGradient | DivergenceLoss = PPO
 ) -> tuple[Gradients, Metrics]:
     """Return the gradient of each weight and the metrics of an update, and restore the engine."""
     engine = engines[place]
@@ -170,7 +178,7 @@ def gradients(
         return {name: weight.numpy().astype(np.float64) for name, weight in engine.weights()}
 
     before = weights()
-    metrics = engine.update(given, node.loss(0.9))
+    metrics = engine.update(given, node if isinstance(node, DivergenceLoss) else node.loss(0.9))
     after = weights()
     engine.update(given, LikelihoodLoss())
     assert all((weight == before[name]).all() for name, weight in weights().items())
@@ -178,7 +186,7 @@ def gradients(
 
 
 @cache
-def in_one_pass(node: PolicyGradient) -> tuple[Gradients, Metrics]:
+def in_one_pass(node: PolicyGradient | DivergenceLoss) -> tuple[Gradients, Metrics]:
     return gradients([plain(spec_of(None, 1))], 0, batch(node), 4096, node)
 
 
@@ -250,3 +258,22 @@ def test_sums_over_responses_on_two_ranks(
     engine = places(cut.stage, 2 if cut.split is None else 1)
     for ours in all_of(two, gradients, engine, parts, [cut.tokens] * 2, [GSPO] * 2):
         compare(ours, in_one_pass(GSPO))
+
+
+@pytest.mark.parametrize("cut", [Cut(40), Cut(22, order=SCATTERED), Cut(1)], ids=str)
+def test_words_of_a_teacher_on_one_rank(cut: Cut) -> None:
+    given = batch(DISTILL) if cut.order is None else batch(DISTILL).take(cut.order)
+    compare(gradients([plain(spec_of(None, 1))], 0, given, cut.tokens, DISTILL), in_one_pass(DISTILL))
+
+
+@pytest.mark.parametrize(
+    "cut", [Cut(22), Cut(40, 1, evenly, BACKWARDS), Cut(1, 3, all_and_none), Cut(40, 3, order=SCATTERED)], ids=str
+)
+def test_words_of_a_teacher_on_two_ranks(
+    cut: Cut, two: Sequence[EngineProcess], places: Callable[[int | None, int], list[int]]
+) -> None:
+    given = batch(DISTILL) if cut.order is None else batch(DISTILL).take(cut.order)
+    parts = [given] * 2 if cut.split is None else cut.split(given)
+    engine = places(cut.stage, 2 if cut.split is None else 1)
+    for ours in all_of(two, gradients, engine, parts, [cut.tokens] * 2, [DISTILL] * 2):
+        compare(ours, in_one_pass(DISTILL))

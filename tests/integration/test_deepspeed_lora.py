@@ -30,7 +30,7 @@ from tests.integration.test_deepspeed import actor as full
 SHARED_PROCESSES = "DeepSpeed"
 pytestmark = pytest.mark.slow
 
-LORA = Lora(rank=4, alpha=6)
+LORA = Lora(rank=4, alpha=6, b_learning_rate=4.0)
 
 
 def actor(stage: int, **options: Any) -> EngineSpec:

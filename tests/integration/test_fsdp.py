@@ -34,7 +34,7 @@ from tests.integration.test_deepspeed import (
 SHARED_PROCESSES = "DeepSpeed"
 pytestmark = pytest.mark.slow
 
-LORA = Lora(rank=4, alpha=6)
+LORA = Lora(rank=4, alpha=6, b_learning_rate=4.0)
 MUON = Optimizer(kind="muon", learning_rate=1e-4)
 
 

@@ -130,6 +130,11 @@ def is_adapter(name: str) -> bool:
     return ".lora_" in name
 
 
+def learning_rate_factor(name: str, lora: Lora | None) -> float:
+    """Return the multiple of the learning rate that the weight with this name in the model learns with."""
+    return lora.b_learning_rate if lora is not None and ".lora_B." in name else 1.0
+
+
 def transfer_name(name: str) -> str:
     """Return the name under which a weight is sent to other engines: peft's file name for adapters, else ``name``."""
     return _FILE_PREFIX + name.replace(_ADAPTER_NAME, ".") if is_adapter(name) else name

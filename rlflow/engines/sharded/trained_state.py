@@ -32,6 +32,9 @@ class TrainedState:
         self._matrices = {id(weight) for group in groups if group.get("matrices") for weight in group["params"]}
         # Without ZeRO all ranks have all values, and the first one writes them.
         self._writes = self._stage > 0 or spec.rank == 0
+        if self._stage in (1, 2) and self.num_steps:
+            # DeepSpeed makes the views once the first group of weights has made a step, when others have no moments.
+            relink_moments(self._optimizer, now=True)
 
     @property
     def names(self) -> Sequence[str]:

@@ -29,6 +29,8 @@ class Lora(Section):
     """B A is multiplied by ``alpha / rank``."""
     rank_stabilized: bool = False
     """Multiply by alpha / sqrt(rank), so that a larger rank learns as fast (rsLoRA, arXiv 2312.03732)."""
+    b_learning_rate: Annotated[float, Ge(1), Le(1000)] = 1.0
+    """The learning rate of the matrices B, in multiples of that of A (LoRA+, arXiv 2402.12354, which advises 16)."""
     target_modules: Literal["all-linear"] | Annotated[tuple[str, ...], MinLen(1)] = "all-linear"
     """Names of layers in the model's class, such as ``q_proj``; ``all-linear``: all but the output layer."""
 

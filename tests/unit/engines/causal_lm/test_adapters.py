@@ -114,6 +114,25 @@ def test_gradients_are_those_of_the_weights_that_they_stand_for() -> None:
         torch.testing.assert_close(b.grad, 6 / 4 * of_weight @ a.T, atol=1e-6, rtol=1e-4)
 
 
+def test_b_learns_as_fast_as_pefts_own_optimizer_lets_it() -> None:
+    """Three steps of LoRA+ with a ratio of 16 against peft's, from the same gradients."""
+    from peft.optimizers import create_loraplus_optimizer
+
+    of = actor(replace(LORA, b_learning_rate=16.0))
+    of = replace(of, optimizer=replace(of.optimizer, learning_rate=1e-3, max_grad_norm=1e9))
+    engine, peer = TorchEngine(of), TorchEngine(of)
+    options = {"betas": of.optimizer.betas, "weight_decay": of.optimizer.weight_decay, "eps": 1e-8}
+    theirs = create_loraplus_optimizer(peer._model, torch.optim.AdamW, lr=1e-3, loraplus_lr_ratio=16, **options)
+    for step in range(3):
+        batch = minibatch(GIVEN, step=step)
+        engine.update(batch, LikelihoodLoss())
+        peer._compute_gradients(batch, LikelihoodLoss())
+        theirs.step()
+    weights = dict(peer._model.named_parameters())
+    for name, weight in engine._trained_weights().items():
+        torch.testing.assert_close(weight, weights[name], atol=1e-6, rtol=1e-5)
+
+
 @pytest.mark.slow
 def test_checkpointing_changes_nothing() -> None:
     of = actor()
