@@ -9,7 +9,8 @@ Data goes through the room in this order:
    ``dynamic_sampling`` selects prompts, ``curriculum`` draws them, ``preference_pairs`` makes pairs of responses.
 4. ``advantages``, ``advantage_by_part``, ``turns`` and ``critic`` turn rewards into advantages.
 5. ``policy_update``, ``policy_variants``, ``policy_gates`` and ``policy_covariance`` (loss: ``policy_loss``),
-   ``critic``, ``preference``, ``preference_free``, ``distillation`` and ``sft`` train, in ``minibatches``.
+   ``critic``, ``preference``, ``preference_free``, ``distillation`` (teachers behind servers: ``teacher_server``) and
+   ``sft`` train, in ``minibatches``.
 
 ``base`` defines what a node declares.
 """

@@ -3,7 +3,7 @@
 Shapes: B rollouts, T response tokens of a micro-batch, K words.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import log
 from typing import TYPE_CHECKING, Annotated, ClassVar
@@ -16,7 +16,7 @@ from rlflow.engines.base import Entropy, ScoresTop, TrainsLogprobs
 from rlflow.errors import GraphError
 from rlflow.nodes.base import Formula, Headline, Node, NodeView
 from rlflow.nodes.minibatches import OptimizerSteps, Weighting, mean_metrics, train
-from rlflow.schema import Count
+from rlflow.schema import Count, Section
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,12 +26,8 @@ _LEAST_REST = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoreTopLogprobs(Node, kind="top_logprobs", unit="sample"):
-    """The likeliest words of the role's model in the place of every response token, with their logprobs.
-
-    Several teachers are a chain: each has a node that scores the responses to its ``rows``, and reads as ``others`` the
-    node of the teacher before it.
-    """
+class TeacherWords(Section):
+    """The options of nodes that return a teacher's likeliest words, and the rows of each of several teachers."""
 
     count: Annotated[Count, Le(256)] = 16
     """The number of words, K. Fewer, if the model has fewer."""
@@ -43,17 +39,17 @@ class ScoreTopLogprobs(Node, kind="top_logprobs", unit="sample"):
             fact = "selects rows of the data by their columns, which only rollouts keep"
             raise GraphError(f"{view.path}.rows", fact, fix="rollouts: the node that generates")
 
-    def run(self, engine: ScoresTop, rollouts: Sequences, others: TopLogprobs | None = None) -> TopLogprobs:
+    def words_of(
+        self, rollouts: Sequences, others: TopLogprobs | None, score: Callable[[Sequences], Packed]
+    ) -> TopLogprobs:
+        """Return the words of ``others``, and for the rows of this teacher those that ``score`` returns as records."""
         is_mine = np.ones(len(rollouts), np.bool_)
         if isinstance(rollouts, Rollouts) and self.rows:
             chosen = (all(str(row.get(name)) == value for name, value in self.rows.items()) for row in rollouts.rows)
             is_mine = np.fromiter(chosen, np.bool_)
         mine = np.flatnonzero(is_mine)
-        temperature = rollouts.temperature if isinstance(rollouts, Rollouts) else 1.0
         # A model needs a row, also if none is its own. What others keep for the rows of no teacher is never read.
-        scores = engine.top_logprobs(
-            rollouts.take(mine if len(mine) else np.array([0])), temperature, self.count
-        ).values
+        scores = score(rollouts.take(mine if len(mine) else np.array([0])))
         places, is_scored = np.zeros(len(rollouts), np.int64), is_mine
         if others is not None:
             places, is_scored = np.arange(len(rollouts)), is_mine | others.is_scored
@@ -61,6 +57,19 @@ class ScoreTopLogprobs(Node, kind="top_logprobs", unit="sample"):
             places += len(scores) - len(rollouts)
         places[mine] = np.arange(len(mine))
         return TopLogprobs(values=scores.take(places), is_scored=is_scored)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreTopLogprobs(TeacherWords, Node, kind="top_logprobs", unit="sample"):
+    """The likeliest words of the role's model in the place of every response token, with their logprobs.
+
+    Several teachers are a chain: each has a node that scores the responses to its ``rows``, and reads as ``others`` the
+    node of the teacher before it.
+    """
+
+    def run(self, engine: ScoresTop, rollouts: Sequences, others: TopLogprobs | None = None) -> TopLogprobs:
+        temperature = rollouts.temperature if isinstance(rollouts, Rollouts) else 1.0
+        return self.words_of(rollouts, others, lambda mine: engine.top_logprobs(mine, temperature, self.count).values)
 
 
 @dataclass(frozen=True, kw_only=True)

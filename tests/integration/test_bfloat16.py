@@ -48,7 +48,7 @@ def test_a_policy_is_scored_as_it_was_sampled_or_the_difference_is_told_apart(dt
         metrics = GspoUpdate().run(trainer, rollouts, advantages, old_logprobs=old).values
         return metrics["clip_fraction_positive"], metrics["clip_fraction_negative"]
 
-    # Whether kernels for one token round as those for many depends on the CPU in bfloat16.
+    # In bfloat16 some CPUs have kernels for one token that round otherwise than those for many.
     if dtype == "float32":
         assert clipped(rollouts, told_apart=False) == (0, 0)
     assert clipped(by_other_kernels, told_apart=True) == (0, 0)
