@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from rlflow.nodes.teacher_server import ServedTopLogprobs, _likeliest
@@ -29,6 +30,6 @@ def test_vllm_knows_the_fields(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlflow.nodes.teacher_server.post", post)
     node = ServedTopLogprobs(url="http://host:8000/v1", model="teacher", count=2)
     node._check_text([7, 7], "xy")
-    assert len(node._words([1, 2], [7, 7])) == 2
+    assert len(node._words(np.array([1, 2]), np.array([7, 7]))) == 2
     assert _likeliest({str(word): vars(entry) for word, entry in place.items()}, 1) == [(3, -0.5)]
     assert asked == ["http://host:8000/detokenize", "http://host:8000/v1/completions"]
