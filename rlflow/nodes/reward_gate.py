@@ -20,6 +20,8 @@ from rlflow.schema import Coefficient, Count
 
 # The accuracy must exceed its bound by so many standard errors, and the true reward may fall by so many.
 _STANDARD_ERRORS, _FALL_ERRORS = 2.0, 4.0
+# The true reward is that of so many times the last groups: it also changes with the prompts, and while a policy starts.
+_TRUTH_WINDOWS = 5
 _EPSILON = 1e-6
 
 
@@ -104,7 +106,7 @@ class RewardGate(Node, kind="reward_gate", unit="batch", compares_groups=True):
 
     The accuracy of a group is the share of its pairs with different true rewards that ``rewards`` orders as they do; a
     tie counts half. The run ends where its mean over the last groups is not above ``least``, by two standard errors. It
-    also ends where the mean of ``truth`` over the last groups is four standard errors below its best.
+    also ends where the mean of ``truth``, over five times as many, is four standard errors below its best.
     """
 
     least: Annotated[float, Ge(0), Lt(1)] = 0.5
@@ -130,15 +132,15 @@ class RewardGate(Node, kind="reward_gate", unit="batch", compares_groups=True):
             raise RecipeError("rewards", fact, fix=fix)
         known = ~np.isnan(truth.values)
         truths = [float(truth.values[known & (group == number)].mean()) for number in np.unique(group[known])]
-        self._check_truth([*state.truths, *truths][-self.groups :], state)
+        self._check_truth([*state.truths, *truths][-_TRUTH_WINDOWS * self.groups :], state)
         return CheckedRewards(values=rewards.values, turns=rewards.turns, accuracy=accuracy)
 
     def _check_truth(self, truths: list[float], state: RecentGroups) -> None:
         """Raise RecipeError if the policy has become worse for the rewards that it is trained on."""
         state.truths = truths
-        if len(truths) < self.groups:
+        if len(truths) < _TRUTH_WINDOWS * self.groups:
             return
-        mean, error = float(np.mean(truths)), float(np.std(truths)) * sqrt(2 / self.groups)
+        mean, error = float(np.mean(truths)), float(np.std(truths)) * sqrt(2 / len(truths))
         best = mean if state.best is None else state.best
         if not self.may_fall and mean < best - _FALL_ERRORS * error:
             fact = f"'truth' has fallen from {best:.3g} to {mean:.3g} while the policy was trained for them"

@@ -84,18 +84,18 @@ def test_a_true_reward_that_never_differs_decides_nothing() -> None:
 def test_a_run_whose_true_rewards_fall_ends(later: float, falls: bool) -> None:
     """At first 100 of 200 responses, each to a prompt of its own, are right, then 80 or 50.
 
-    A mean of 200 ones and zeros has a standard error of at most 0.035, and the difference of two of 0.05.
+    With 40 groups for the accuracy, 200 count for the true reward. A mean of 200 ones and zeros has a standard error of at most 0.035, and the difference of two of 0.05.
     """
     alone = rollouts(sequences([2] * 200, [[3]] * 200))
     scores, state = rewards([0.0] * 200), RecentGroups()
     right = [1.0] * 100 + [0.0] * 100
     fewer = [1.0] * round(200 * later) + [0.0] * (200 - round(200 * later))
-    RewardGate().run(alone, scores, rewards(right), state)
+    RewardGate(groups=40).run(alone, scores, rewards(right), state)
     restored = RecentGroups()
     restored.load_state_dict(state.state_dict())
-    RewardGate(may_fall=True).run(alone, scores, rewards(fewer), state)
+    RewardGate(groups=40, may_fall=True).run(alone, scores, rewards(fewer), state)
     if falls:
         with pytest.raises(RecipeError, match=r"'truth' has fallen from 0\.5 to 0\.25 while"):
-            RewardGate().run(alone, scores, rewards(fewer), restored)
+            RewardGate(groups=40).run(alone, scores, rewards(fewer), restored)
     else:
-        RewardGate().run(alone, scores, rewards(fewer), restored)
+        RewardGate(groups=40).run(alone, scores, rewards(fewer), restored)
