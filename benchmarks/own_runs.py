@@ -30,7 +30,7 @@ from rlflow.recipe.compose import load_cluster
 
 _STEPS = 6
 _LOCAL, _HOSTS = "1x1@cpu", "2x1@cpu"
-_GOALS = {"step_time_error_median": 0.20, "step_time_error_max": 0.35, "memory_error_max": 0.15}
+_GOALS = {"step_time_error_median": 0.15, "step_time_error_max": 0.35, "memory_error_max": 0.15}
 
 
 @dataclass(frozen=True)
