@@ -28,6 +28,11 @@ from rlflow.runtime.run import run
 # The digits of the sums that a teacher learns, and the steps that it takes.
 TEACHERS = {"two": (2, 200), "three": (3, 600)}
 CASES = {"both": ("two", "three"), "two": ("two",), "three": ("three",)}
+# As many examples in a step, and as fast, as a teacher learns.
+_AS_A_TEACHER = (
+    *("steps=250", "graph.rollouts.group_size=1", "graph.update.num_minibatches=1"),
+    *("roles.actor.optimizer.learning_rate=1.0e-3", "evaluation.every=50"),
+)
 _BEGINNER = "{recipe: beginner_mixed_tiny, dtype: float32}"
 
 
@@ -48,7 +53,7 @@ def plan_of(case: str, seed: int = 0) -> Plan:
     """Return the plan of a student. Two teachers are a chain, each for its own sums."""
     names = CASES[case]
     overrides = ["recipe=distill_top_tiny", f"name=taught_by_{case}", f"seed={seed}", *sums(2, 3)]
-    overrides += [f"models.policy={_BEGINNER}", "graph.rollouts.max_tokens=6"]
+    overrides += [f"models.policy={_BEGINNER}", "graph.rollouts.max_tokens=6", *_AS_A_TEACHER]
     overrides += ["~models.teacher", "~roles.teacher", "~graph.teacher", f"+graph.update.teacher={names[-1]}"]
     for name in names:
         rows = f"{{digits: '{TEACHERS[name][0]}'}}" if len(names) > 1 else "{}"
