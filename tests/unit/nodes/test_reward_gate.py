@@ -84,7 +84,8 @@ def test_a_true_reward_that_never_differs_decides_nothing() -> None:
 def test_a_run_whose_true_rewards_fall_ends(later: float, falls: bool) -> None:
     """At first 100 of 200 responses, each to a prompt of its own, are right, then 80 or 50.
 
-    With 40 groups for the accuracy, 200 count for the true reward. A mean of 200 ones and zeros has a standard error of at most 0.035, and the difference of two of 0.05.
+    With 40 groups for the accuracy, 200 count for the true reward. A mean of 200 ones and zeros has a standard error of
+    at most 0.035, and the difference of two of 0.05.
     """
     alone = rollouts(sequences([2] * 200, [[3]] * 200))
     scores, state = rewards([0.0] * 200), RecentGroups()
