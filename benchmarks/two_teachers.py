@@ -28,7 +28,7 @@ from rlflow.runtime.run import run
 # The digits of the sums that a teacher learns, and the steps that it takes.
 TEACHERS = {"two": (2, 200), "three": (3, 600)}
 CASES = {"both": ("two", "three"), "two": ("two",), "three": ("three",)}
-# As many examples in a step, and as fast, as a teacher learns.
+# A step has as many examples as one of a teacher, and the same learning rate.
 _AS_A_TEACHER = (
     *("steps=250", "graph.rollouts.group_size=1", "graph.update.num_minibatches=1"),
     *("roles.actor.optimizer.learning_rate=1.0e-3", "evaluation.every=50"),
