@@ -3,7 +3,6 @@
 Shapes: T response tokens, K words.
 """
 
-import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,7 @@ from rlflow.errors import EngineError, GraphError, RecipeError
 from rlflow.nodes.base import Node, NodeView
 from rlflow.nodes.distillation import TeacherWords
 from rlflow.rewards.base import Failure
-from rlflow.rewards.http import Url, post
+from rlflow.rewards.http import Url, check_variable, key_headers, post
 from rlflow.schema import Seconds, Text
 
 # Responses that the server reads at once.
@@ -41,6 +40,9 @@ class ServedTopLogprobs(TeacherWords, Node, kind="served_top_logprobs", unit="sa
     """The environment variable that holds the key. Without it no key is sent."""
     timeout_s: Seconds = 600.0
     """The time in which the server must answer for each response."""
+
+    def check(self, connected: frozenset[str]) -> None:
+        check_variable("api_key", self.api_key)
 
     def check_graph(self, view: NodeView) -> None:
         super().check_graph(view)
@@ -92,9 +94,7 @@ class ServedTopLogprobs(TeacherWords, Node, kind="served_top_logprobs", unit="sa
             raise RecipeError("model", fact, fix="a teacher with the policy's tokenizer")
 
     def _post(self, path: str, body: dict[str, Any], url: str | None = None) -> Any:
-        key = os.environ.get(self.api_key)
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        answer = post((url or self.url.rstrip("/")) + path, body, self.timeout_s, headers)
+        answer = post((url or self.url.rstrip("/")) + path, body, self.timeout_s, key_headers(self.api_key))
         if isinstance(answer, Failure):
             raise EngineError(f"The teacher's server does not answer: {answer.reason}.")
         return answer

@@ -1,7 +1,9 @@
 """Posts JSON to a service and retries where that may help."""
 
 import json
+import os
 import random
+import re
 import time
 import urllib.error
 import urllib.request
@@ -11,7 +13,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from rlflow.errors import first_line
+from rlflow.errors import RecipeError, first_line
 from rlflow.rewards.base import Failure
 
 _MAX_TRIES = 5
@@ -21,7 +23,23 @@ _RETRY_CODES = frozenset({408, 425, 429, *range(500, 600)} - {501, 505})
 _MAX_RESPONSE_BYTES = 64 * 2**20
 
 
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
 Url = Annotated[str, Field(pattern="^https?://")]
+
+
+def check_variable(path: str, name: str) -> None:
+    """Raise RecipeError for what cannot be the name of an environment variable that holds a key."""
+    if not _VARIABLE.fullmatch(name):
+        # The value is not shown, because it may be the key.
+        fact = "expected the name of an environment variable: letters, digits and '_'"
+        raise RecipeError(path, fact, fix="store the key in a variable, and write its name: OPENAI_API_KEY")
+
+
+def key_headers(variable: str) -> dict[str, str]:
+    """Return the headers with the key in an environment variable; none without it."""
+    key = os.environ.get(variable)
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def post(url: str, body: Mapping[str, Any], timeout_s: float, headers: Mapping[str, str] | None = None) -> Any:

@@ -1,6 +1,5 @@
 """The score that a judge model gives, over any endpoint that speaks the OpenAI protocol."""
 
-import os
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,14 +11,13 @@ from annotated_types import Ge, Le
 from rlflow.errors import RecipeError
 from rlflow.rewards.answers import column_text
 from rlflow.rewards.base import Failure, Outcome, Row, batched
-from rlflow.rewards.http import Url, post
+from rlflow.rewards.http import Url, check_variable, key_headers, post
 from rlflow.schema import Count, Text
 
 # Responses of one call, which are judged concurrently.
 _CONCURRENCY = 32
 # Where a field in braces stops naming the column and starts naming a part of its value.
 _PART_OF_VALUE = re.compile(r"[.\[]")
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # "Score: 8", also in bold. A number that goes on, as in 1,000 or 50%, is no match rather than another number.
 _SCORE = re.compile(
     r"(?i)score[\s*_]*[:=][\s*_]*([-+]?(?:\d+(?:\.\d+)?|\.\d+)(?:e[-+]?\d+)?)(?![\w%]|[.,]\d|\s*[-\u2013]\s*\d)"
@@ -33,12 +31,7 @@ def check(*, url: str, prompt: str, api_key: str, **options: Any) -> None:
     if url.rstrip("/").endswith(_ENDPOINT):
         fix = f"leave {_ENDPOINT} out: url: {url.rstrip('/').removesuffix(_ENDPOINT)}"
         raise RecipeError("options.url", f"ends with {_ENDPOINT}, which is added to it", fix=fix)
-    if not _VARIABLE.fullmatch(api_key):
-        # The value is not shown, because it may be the key.
-        fact = "expected the name of an environment variable: letters, digits and '_'"
-        raise RecipeError(
-            "options.api_key", fact, fix="store the key in a variable, and write its name: OPENAI_API_KEY"
-        )
+    check_variable("options.api_key", api_key)
     _check_prompt(prompt)
 
 
@@ -98,8 +91,7 @@ def reward(
     first group is the number, or the whole match if it has no groups. ``api_key`` names the environment variable that
     holds the key; without it no key is sent.
     """
-    key = os.environ.get(api_key)
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    headers = key_headers(api_key)
 
     def judge(text: str, row: Row) -> Outcome:
         if failure := check_row(row, prompt=prompt):

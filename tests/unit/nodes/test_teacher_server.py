@@ -100,3 +100,9 @@ def test_a_server_has_one_temperature() -> None:
     assert "teacher" not in rlflow.compile(recipe, "local").roles
     with pytest.raises(GraphError, match=r"^graph\.rollouts\.temperature: is 0\.7, and a server returns logprobs at"):
         rlflow.compile(load("recipe=distill_top_tiny", *changes, "graph.rollouts.temperature=0.7"), "local")
+
+
+def test_a_key_is_not_shown() -> None:
+    with pytest.raises(RecipeError, match=r"^api_key: expected the name of an environment variable") as raised:
+        ServedTopLogprobs(url="http://teacher:8000/v1", model="large", api_key="sk-123").check(frozenset())
+    assert "sk-123" not in str(raised.value)
