@@ -266,9 +266,10 @@ def _training(row: Row, model: Architecture, profile: Profile, tokens: float) ->
         quantised = 0.53 if bits == 4 else 1.0
         frozen = _quantised(model, quantised, settings.quantises_experts(row), ends=4 if "qwen" in row.system else 2)
     targets = settings.lora_targets(row)
-    if model.num_experts and not targets and not settings.adapts_experts(row):
+    experts = bool(model.num_experts) and (settings.adapts_experts(row) if not targets else "gate_proj" in targets)
+    if model.num_experts and not targets and not experts:
         targets = settings.ATTENTION
-    lora = Lora(rank=settings.lora_rank(row), target_modules=targets or "all-linear")
+    lora = Lora(rank=settings.lora_rank(row), target_modules=targets or "all-linear", experts=experts)
     ends = settings.trains_ends(row)
     return replace(training, lora=lora, weights=frozen, adapter_inputs=profile.adapter_inputs, trains_ends=ends)
 

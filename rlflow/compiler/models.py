@@ -24,7 +24,8 @@ def training_memory(role: Role, model: Model) -> TrainingMemory:
         muon = role.optimizer is not None and role.optimizer.kind == "muon"
         return replace(memory, trains_vision=trains_images(role.train), muon=muon)
     # Frozen weights are in the model's type.
-    return replace(memory, lora=role.lora, weights=WEIGHT_BYTES[model.dtype])
+    weights = WEIGHT_BYTES[model.dtype]
+    return replace(memory, lora=role.lora, weights=weights, merged_experts=weights if role.lora.experts else 0)
 
 
 def replays_routing(recipe: Recipe, graph: Graph, role: str) -> bool:

@@ -125,16 +125,19 @@ class FsdpEngine(ShardedEngine):
 
         No rank holds more than ``LARGEST_BYTES`` of them at a time.
         """
+        merger = self._create_merger()
         for name, weight in synced_weights(self._model, self._named_weights(), self._spec).items():
+            sent_name = transfer_name(name)
             if weight.numel() * self._dtype.itemsize <= LARGEST_BYTES:
-                yield from ((transfer_name(name), values) for _, values in self._gather({name: weight}))
+                yield from ((sent_name, merger.merge(name, values)) for _, values in self._gather({name: weight}))
                 continue
-            names = names_in_files(self._model, name, weight)
+            names = names_in_files(self._model, sent_name, weight)
             for first, rows in row_slices(weight, self._dtype, LARGEST_BYTES):
+                values = merger.merge(name, rows, first)
                 if names:
-                    yield from split_experts(names, first, rows)
+                    yield from split_experts(names, first, values)
                 else:
-                    yield part_name(name, is_last=first + len(rows) == len(weight)), rows
+                    yield part_name(sent_name, is_last=first + len(rows) == len(weight)), values
 
     def _gather(self, weights: "Mapping[str, Tensor]") -> "Iterator[tuple[str, Tensor]]":
         import torch

@@ -13,10 +13,9 @@ from rlflow.batch.segments import unfold
 from rlflow.batch.top_logprobs import find_words, to_records
 from rlflow.engines.base import EngineSpec, TokenLoss, choose_head
 from rlflow.engines.causal_lm.adapters import (
-    excluded_modules,
+    Merger,
     is_adapter,
     learning_rate_factor,
-    merge_adapter,
     save_adapters,
     synced_weights,
     transfer_name,
@@ -216,8 +215,15 @@ class TrainingEngine(TunableEngine, ProfiledEngine, ABC):
         return None if vision is None else vision.limit_patches(sequences, limit)
 
     def weights(self) -> "Iterator[tuple[str, Tensor]]":
+        merger = self._create_merger()
         for name, weight in self._gather(synced_weights(self._model, self._named_weights(), self._spec)):
-            yield transfer_name(name), weight
+            yield transfer_name(name), merger.merge(name, weight)
+
+    def _create_merger(self) -> Merger:
+        """Return what merges adapters where engines get merged weights, with a copy of the adapters."""
+        lora, named = self._spec.lora, self._named_weights()
+        sent = {name: weight for name, weight in named.items() if lora is not None and lora.merge and is_adapter(name)}
+        return Merger(self._model, lora, {name: weight.clone() for name, weight in self._gather(sent)})
 
     def save(self, folder: Path) -> None:
         save_shards(self._spec, folder, self._trained_state())
@@ -243,11 +249,12 @@ class TrainingEngine(TunableEngine, ProfiledEngine, ABC):
         named, lora = self._named_weights(), self._spec.lora
         adapter_weights = {name: weight for name, weight in named.items() if is_adapter(name)}
         adapters = {name: weight.to("cpu", copy=True) for name, weight in self._gather(adapter_weights)}
+        merger = Merger(self._model, lora, adapters)
         for name, weight in self._gather({n: weight for n, weight in named.items() if n not in adapter_weights}):
             if self._spec.rank == 0:
-                base_name, value = merge_adapter(name, weight, adapters, lora)
+                value = merger.merge(name, weight).to("cpu", dtype, copy=True)
                 # Tied weights stay one tensor, by which transformers recognizes them.
-                exported[base_name] = exported_by_id.setdefault(id(named[name]), value.to("cpu", dtype, copy=True))
+                exported[transfer_name(name)] = exported_by_id.setdefault(id(named[name]), value)
         if self._spec.rank == 0:
             self._model.config.dtype = dtype
             if self._head == "reward":
@@ -257,8 +264,7 @@ class TrainingEngine(TunableEngine, ProfiledEngine, ABC):
             save_model(self._model, self._tokenizer, folder, exported, family)
             if lora is not None:
                 named_for_peft = {transfer_name(name): weight for name, weight in adapters.items()}
-                excluded = excluded_modules(self._model)
-                save_adapters(folder / "adapters", lora, named_for_peft, self._spec.model.path, excluded)
+                save_adapters(folder / "adapters", lora, named_for_peft, self._spec.model.path, self._model)
         if self._spec.world_size > 1:
             wait_for_files()
 

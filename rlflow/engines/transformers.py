@@ -11,7 +11,7 @@ from rlflow.batch import Logprobs, Packed, Prompts, Repeated, Rollouts, Sequence
 from rlflow.batch.routing import pack_routing
 from rlflow.batch.top_logprobs import to_records
 from rlflow.engines.base import TORCH_TRAINING, EngineKind, EngineSpec, Sampling, sample_seed
-from rlflow.engines.causal_lm.adapters import add_adapters, trained_weights, transfer_name
+from rlflow.engines.causal_lm.adapters import add_adapters, sent_weights, transfer_name
 from rlflow.engines.causal_lm.decoding import NewTokens, decode
 from rlflow.engines.causal_lm.micro_batches import build_micro_batches, restore_order
 from rlflow.engines.causal_lm.pretrained import load_model, load_tokenizer, merge_end_ids
@@ -147,7 +147,7 @@ class TransformersEngine(TunableEngine, ProfiledEngine):
         import torch
 
         self._version = None
-        state = trained_weights(self._model.state_dict(), self._spec.lora)
+        state = sent_weights(self._model.state_dict(), self._spec.lora)
         values = {transfer_name(name): value for name, value in state.items()}
         expected = ExpectedWeights.of_model(self._model, self._spec)
         for experts in expected.experts.values():

@@ -224,5 +224,7 @@ class Recipe(Section):
     run. A new repository is private."""
 
     def lora_of(self, role: str) -> Lora | None:
-        """Return a role's adapters: its own, or those of the role that it follows."""
-        return self.roles[self.roles[role].follows or role].lora
+        """Return the adapters that a role computes with: its own, or those that the role sends which it follows."""
+        leader = self.roles[role].follows
+        lora = self.roles[leader or role].lora
+        return None if leader and lora is not None and lora.merge else lora

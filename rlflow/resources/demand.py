@@ -71,6 +71,11 @@ class Demand:
         is_whole = model is None or (model.vision is None and model.cuts_evenly(size))
         return size == 1 or (self.training.lora is None and is_whole)
 
+    @property
+    def adapts_experts(self) -> bool:
+        """Return whether experts have adapters, which every GPU needs whole."""
+        return self.training.lora is not None and self.training.lora.experts
+
     def divides_experts(self, size: int) -> bool:
         """Return whether ``size`` GPUs of an engine can divide the experts: the width of each, or their number."""
         model, pinned = self.architecture, self.pinned("expert_parallel_size")
@@ -117,6 +122,9 @@ class Demand:
         groups = self.pinned("expert_parallel_size") or 1
         if (num_experts or 1) % groups:
             fact = f"{groups} GPUs cannot divide the experts of a model that has {num_experts or 'no experts'}"
+            raise self._error("expert_parallel_size", fact, fix="1")
+        if self.adapts_experts and groups > 1:
+            fact = f"{groups} GPUs cannot divide experts that have adapters"
             raise self._error("expert_parallel_size", fact, fix="1")
         sees_images = self.architecture is not None and self.architecture.vision is not None
         tensor = self.pinned("tensor_parallel_size") or 1

@@ -10,6 +10,7 @@ from rlflow.compiler.models import role_architecture
 from rlflow.compiler.plan import Plan
 from rlflow.engines.base import TokenLoss
 from rlflow.engines.causal_lm.micro_batches import prompt_numbers
+from rlflow.resources.models.lora import spares_gradients
 from rlflow.resources.time.work import training_passes
 from rlflow.runtime.objects.sharding import Cost, cost_of, row_costs
 from rlflow.runtime.objects.store_usage import current_edge
@@ -30,7 +31,7 @@ class UpdateWork:
             model = role_architecture(plan.recipe, plan.graph, role)
             peak = plan.cluster.peak_flops({bundle.host for bundle in plan.roles[role].bundles})
             if model is not None and peak is not None:
-                passes = training_passes(adapters=plan.recipe.roles[role].lora is not None)
+                passes = training_passes(adapters=spares_gradients(plan.recipe.roles[role].lora))
                 # The seconds at the peak for an operation of the forward pass, with its part of the backward pass.
                 seconds = passes / (plan.roles[role].layout.num_gpus * peak)
                 engines[role].update = self._counted(engines[role].update, cost_of(model), seconds)

@@ -12,6 +12,7 @@ from rlflow.engines.base import EngineSpec
 from rlflow.engines.torch import TorchEngine
 from rlflow.recipe import Optimizer
 from rlflow.resources.models.lora import Lora
+from tests.expert_models import save_model
 from tests.helpers import ARCHITECTURE, MODEL, spec
 from tests.integration.engine_process import EngineProcess, all_of, call, free_address
 from tests.integration.test_deepspeed import (
@@ -45,6 +46,15 @@ def expected(sgd: bool = False) -> TorchEngine:
 def test_it_trains_as_the_plain_engine_does(two: Sequence[EngineProcess], address: str, stage: int, sgd: bool) -> None:
     of = actor(stage, gradient_checkpointing=stage == 3)
     compare_training(Ranks(two, of, address, sgd), expected(sgd), sgd, split)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_adapters_of_experts(two: Sequence[EngineProcess], address: str, stage: int, tmp_path: Path) -> None:
+    """The weights that are compared are those of the merged model."""
+    lora, model = Lora(rank=4, experts=True, merge=True), save_model(tmp_path, "qwen3_moe")
+    of = replace(actor(stage), lora=lora, model=model)
+    exact = plain(True, of=replace(spec(optimizer=Optimizer(learning_rate=1e-2)), lora=lora, model=model))
+    compare_training(Ranks(two, of, address, True), exact, True, split)
 
 
 @pytest.mark.parametrize("stage", [0, 3])

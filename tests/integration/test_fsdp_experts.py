@@ -15,8 +15,10 @@ from transformers import AutoConfig
 
 from rlflow.engines.base import EngineSpec
 from rlflow.engines.serving.weights import ExpectedWeights
+from rlflow.engines.transformers import TransformersEngine
 from rlflow.errors import EngineError
 from rlflow.recipe import Model
+from rlflow.resources.models.lora import Lora
 from tests.expert_models import save_model
 from tests.integration.engine_process import EngineProcess, all_of, free_address, processes
 from tests.integration.test_deepspeed import LOSS, of_path, policy_minibatch, split
@@ -24,6 +26,8 @@ from tests.integration.test_fsdp import MUON, actor, assert_equal_training, asse
 
 SHARED_PROCESSES = "DeepSpeed"
 pytestmark = pytest.mark.slow
+
+EXPERTS = Lora(rank=4, experts=True, merge=True)
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +55,8 @@ def with_experts(of: EngineSpec, model: Model, size: int) -> EngineSpec:
         ("odd_mixtral", 1, actor()),
         ("deepseek_v3", 2, actor()),
         ("qwen3_moe", 2, replace(actor(), optimizer=MUON)),
+        ("qwen3_moe", 2, replace(actor(), lora=Lora(rank=4, merge=True))),
+        ("qwen3_moe", 1, replace(actor(gradient_checkpointing=True), lora=EXPERTS)),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
@@ -133,6 +139,20 @@ def test_large_layers_leave_in_slices(
     last = max(experts)
     with pytest.raises(EngineError, match=f"the weights lack '{last}'"):
         list(receiver.check("rollout", ((weight, value) for weight, value in sent if weight != last)))
+
+
+def test_merged_experts_leave_in_slices(two: Sequence[EngineProcess], address: str, model_of: Any) -> None:
+    of = replace(with_experts(actor(), model_of("qwen3_moe"), 1), lora=EXPERTS)
+    ranks, alone = of_ranks(two, address, of), plain(of)
+    batch = policy_minibatch(0)
+    ranks.update(split(batch), [LOSS] * 2)
+    alone.update(batch, LOSS)
+    sent = all_of(two, sliced_weights, ranks._places)[0]
+    follower = TransformersEngine(replace(of, role="rollout", lora=None))
+    with small_slices():
+        follower.load_weights(sent, 1)
+    expected = alone.logprobs(batch, 1.0).values.values
+    assert follower.logprobs(batch, 1.0).values.values == pytest.approx(expected, abs=1e-5)
 
 
 def test_experts_that_cannot_be_divided(two: Sequence[EngineProcess], address: str, model_of: Any) -> None:

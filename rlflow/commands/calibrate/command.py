@@ -1,6 +1,6 @@
 """Measures this machine or a Ray cluster for the planner: ``rlflow calibrate [--cluster C] [--output F]``.
 
-It takes at most two minutes, and writes a file for ``calibration=FILE``.
+It takes two to five minutes, and writes a file for ``calibration=FILE``.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import yaml
 
 from rlflow.commands.calibrate.fit import calibration_from_runs, read_run
 from rlflow.commands.calibrate.machine import MachineFigures, measure
-from rlflow.commands.calibrate.probes import probes, run_probes
+from rlflow.commands.calibrate.probes import ONE_HOST, probes, run_probes
 from rlflow.resources.time.calibration import calibration_figures, default_efficiency
 from rlflow.resources.time.speed import Efficiency
 
@@ -23,7 +23,7 @@ from rlflow.resources.time.speed import Efficiency
 def main(arguments: Sequence[str]) -> int:
     """Measure, print each figure, and write the file; return the exit code."""
     parser = argparse.ArgumentParser("rlflow calibrate", description=__doc__)
-    parser.add_argument("--cluster", default="1x1@cpu", help="the cluster that the short runs use, as in cluster=")
+    parser.add_argument("--cluster", default=ONE_HOST, help="the cluster that the short runs use, as in cluster=")
     parser.add_argument("--output", type=Path, default=Path("calibration.yaml"), help="the file to write")
     options = parser.parse_args(arguments)
     calibrate(options.cluster, options.output)

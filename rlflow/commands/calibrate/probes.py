@@ -14,6 +14,7 @@ import yaml
 from rlflow.errors import EngineError
 
 _CHARACTERS = "0123456789+=" + ascii_letters
+ONE_HOST, _TWO_HOSTS = "1x1@cpu", "2x1@cpu"
 # The tokens of a prompt of ``data/additions``.
 _PROMPT_TOKENS = 6
 _STEPS = 4
@@ -121,8 +122,13 @@ def run(arguments: Sequence[str], folder: Path, seconds: float | None = None) ->
 
 
 def run_probes(selected: Sequence[Probe], cluster: str, folder: Path) -> Iterator[tuple[Probe, Path]]:
-    """Run each probe, and yield it with the folder of its run."""
+    """Run each probe, and yield it with the folder of its run.
+
+    Simulated hosts share a machine, and ranks on them exchange gradients through its memory. So engines of a cluster
+    run on two of them where ``cluster`` is this machine's CPU.
+    """
     for probe in selected:
         directory = folder / probe.name.replace(" ", "_")
-        run([f"recipe={write_recipe(recipe_of(probe), folder)}", f"cluster={cluster}"], directory)
+        where = _TWO_HOSTS if probe.on_hosts and cluster == ONE_HOST else cluster
+        run([f"recipe={write_recipe(recipe_of(probe), folder)}", f"cluster={where}"], directory)
         yield probe, directory

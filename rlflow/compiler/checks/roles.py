@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from rlflow.compiler.graph import Graph
-from rlflow.compiler.models import routing_bytes
+from rlflow.compiler.models import role_architecture, routing_bytes
 from rlflow.engines.base import choose_head
 from rlflow.engines.registry import engine_kind, engine_names
 from rlflow.errors import GraphError, RecipeError, did_you_mean
@@ -115,7 +115,7 @@ def _check_capability(path: str, engine: str, node: GraphNode) -> None:
 def _check_lora(recipe: Recipe, graph: Graph, name: str, role: Role) -> None:
     """Check that adapters are trained and suffice, and that they exist where a node asks for the base model."""
     path, capabilities = f"roles.{name}", graph.capabilities(name)
-    model = recipe.models[role.model].architecture
+    model = role_architecture(recipe, graph, name)
     uncovered = sorted(capabilities - _LORA_CAPABILITIES)
     fix = "remove it"
     if role.lora is None:
@@ -127,8 +127,8 @@ def _check_lora(recipe: Recipe, graph: Graph, name: str, role: Role) -> None:
         fact, fix = "the role is never trained", "remove it; a role that follows another one uses its adapters"
     elif uncovered:
         fact = f"the role's engine must do {', '.join(uncovered)}, and adapters do not cover the head for that"
-    elif model is not None and model.num_experts:
-        fact = f"a {model.model_type} has experts, and adapters for experts are not supported"
+    elif role.lora.experts and model is not None and not model.num_experts:
+        fact, fix = f"asks for adapters of experts, and a {model.model_type} has none", f"{path}.lora.experts=false"
     else:
         return
     raise GraphError(f"{path}.lora", fact, fix=fix)
@@ -162,7 +162,12 @@ def _check_follows(recipe: Recipe, name: str, leader: str, trained: list[str]) -
     if "Follows" not in engine_kind(engine).capabilities:
         fact = f"engine '{engine}' cannot load the weights of another role while it runs"
         raise GraphError(path, fact, fix=f"{path}=null, or another engine")
-    if lora is not None and engine_kind(engine).concurrent and lora.rank > LORA_RANKS[-1]:
+    if lora is None or lora.merge or not engine_kind(engine).concurrent:
+        return
+    if lora.experts:
+        fact = f"'{engine}' of role '{name}' does not run adapters of experts beside its model"
+        raise GraphError(f"roles.{leader}.lora.experts", fact, fix=f"roles.{leader}.lora.merge=true")
+    if lora.rank > LORA_RANKS[-1]:
         path = f"roles.{leader}.lora.rank"
         fact = f"{lora.rank} is more than {LORA_RANKS[-1]}, the highest rank that '{engine}' of role '{name}' supports"
         raise GraphError(path, fact, fix=f"{path}={LORA_RANKS[-1]}, or roles.{name}.engine=transformers")

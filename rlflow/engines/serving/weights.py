@@ -20,8 +20,8 @@ from rlflow.engines.causal_lm.adapters import (
     add_adapters,
     is_adapter,
     save_adapters,
+    sent_weights,
     synced_weights,
-    trained_weights,
     transfer_name,
 )
 from rlflow.engines.causal_lm.expert_files import names_in_files, split_experts
@@ -69,7 +69,7 @@ class ExpectedWeights:
         """Return the weights of a model, which needs no data."""
         import torch
 
-        state = trained_weights(model.state_dict(), spec.lora)
+        state = sent_weights(model.state_dict(), spec.lora)
         required = synced_weights(model, dict(model.named_parameters()), spec)
         shapes = {transfer_name(name): tuple(tensor.shape) for name, tensor in state.items()}
         itemsize, experts = getattr(torch, spec.model.dtype).itemsize, {}
@@ -134,5 +134,5 @@ def write_shared_files(weights: "Iterable[tuple[str, Tensor]]") -> Iterator[Shar
 def adapter_folder(lora: Lora, weights: "Iterable[tuple[str, Tensor]]") -> Iterator[str]:
     """Write adapters to a folder in shared memory, which is deleted on exit."""
     with tempfile.TemporaryDirectory(prefix="rlflow-adapters-", dir=_MEMORY_FOLDER) as folder:
-        save_adapters(Path(folder), lora, dict(weights), None)
+        save_adapters(Path(folder), lora, dict(weights))
         yield folder

@@ -80,6 +80,7 @@ def layer_bytes(model: Architecture, layout: Layout, training: TrainingMemory, t
     tensor = layout.tensor_parallel_size
     around = tensor if training.shards_norms else 1
     copies = copied_bytes(model, layout, training, tokens)
+    merged = training.merged_experts * model.num_expert_parameters / max(1, model.num_sparse_layers)
     layers = []
     for kind in model.layer_kinds:
         bytes_ = layer_activations(model, kind, fused=training.fused_layers)
@@ -89,10 +90,11 @@ def layer_bytes(model: Architecture, layout: Layout, training: TrainingMemory, t
         everything += (3.5 - 2 * tensor) * copies * kind.sparse
         if training.lora is not None:
             inputs = adapter_inputs(model, training.lora, kind)
-            everything += tokens * training.adapter_inputs * inputs / tensor
+            everything += tokens * training.adapter_inputs * inputs / tensor + merged * kind.sparse
         # The gradient that goes through the MLP's product, or through the states of a recurrence.
         gradient = tokens * 2 * max(kind.mlp_width, 4 * kind.output if kind.recurrent else 0) / tensor
-        gradient += 1.5 * copies * kind.sparse
+        # Experts that adapters were added to have gradients, from which those of the adapters follow.
+        gradient += (1.5 * copies + merged) * kind.sparse
         if training.gathers_apart and tensor > 1:
             # After the MLP, that of its norm, which every rank computes as a whole.
             of_mlp = tokens * 8 * kind.mlp_width / tensor + 3 * copies * kind.sparse

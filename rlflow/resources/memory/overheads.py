@@ -113,7 +113,7 @@ def sync_terms(
     largest = (
         max(max(stage.layer, stage.ends) for stage in pipeline_stages(model, layout)) * layout.tensor_parallel_size
     )
-    if training.lora is not None:
+    if training.lora is not None and not training.lora.merge:
         largest = adapter_parameters(model, training.lora)
     terms = {"weights": state_terms(model, layout, training)["weights"], "gathered": weight_bytes * largest / GIB}
     if engine is not None:

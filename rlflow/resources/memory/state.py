@@ -33,6 +33,8 @@ class TrainingMemory:
     """Embeddings and head are trained beside adapters, in copies of their own (peft's ``modules_to_save``)."""
     adapter_inputs: float = 0
     """Bytes of a value in the copy of an adapted layer's input that is made in the adapter's type; 0: there is none."""
+    merged_experts: float = 0
+    """Bytes of a parameter in a copy of a layer's experts that a pass adds adapters to; 0: there is none."""
     offloads_activations: bool = False
     """Layers save their activations for the backward pass in host memory."""
     layers_per_checkpoint: int = 1

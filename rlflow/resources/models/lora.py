@@ -32,7 +32,13 @@ class Lora(Section):
     b_learning_rate: Annotated[float, Ge(1), Le(1000)] = 1.0
     """The learning rate of the matrices B, in multiples of that of A (LoRA+, arXiv 2402.12354, which advises 16)."""
     target_modules: Literal["all-linear"] | Annotated[tuple[str, ...], MinLen(1)] = "all-linear"
-    """Names of layers in the model's class, such as ``q_proj``; ``all-linear``: all but the output layer."""
+    """Names of layers in the model's class, such as ``q_proj``; ``all-linear``: all but the output layer.
+    In models with experts these are the layers of attention."""
+    experts: bool = False
+    """Adapters of all experts, too: an A and a B for each (peft's ``target_parameters``)."""
+    merge: bool = False
+    """Send engines the model with the adapters merged into it, and not the adapters: they decode as fast as without,
+    and a weight sync is that of a whole model. What an adapter changes less than the weights' type can tell is lost."""
 
     @property
     def scaling(self) -> float:
@@ -57,7 +63,15 @@ def adapter_parameters(model: Architecture, lora: Lora) -> int:
     widths = sum(kind.count * sum(_target_widths(model, lora, kind).values()) for kind in model.layer_kinds)
     if lora.target_modules == "all-linear":
         widths += _own_input_widths(model)
+    if lora.experts:
+        widths += sum(kind.count * _expert_widths(model) for kind in model.layer_kinds if kind.sparse)
     return lora.rank * widths
+
+
+def _expert_widths(model: Architecture) -> int:
+    """Return inputs plus outputs of all experts of a layer, whose gate and up projections are one weight."""
+    into, out = (traits_of(model).mlp_matrices - 1) * model.expert_width, model.expert_width
+    return (model.num_experts or 0) * (model.hidden_size + into + out + model.hidden_size)
 
 
 def _own_input_widths(model: Architecture) -> int:
@@ -66,14 +80,18 @@ def _own_input_widths(model: Architecture) -> int:
     return hidden + layers * embedding + layers * 2 * (hidden + embedding) if embedding else 0
 
 
+def spares_gradients(lora: Lora | None) -> bool:
+    """Return whether the backward pass computes no gradients of weights, from which those of experts' adapters come."""
+    return lora is not None and not lora.experts
+
+
 def adapter_inputs(model: Architecture, lora: Lora, kind: LayerKind) -> int:
     """Return how many values of one token go into the adapted layers of one decoder layer."""
     hidden = model.hidden_size
-    experts = (model.num_experts_per_tok or 1) if kind.sparse else 1
-    inputs = dict.fromkeys(("q_proj", "k_proj", "v_proj", "in_proj"), hidden)
+    inputs = dict.fromkeys(("q_proj", "k_proj", "v_proj", "in_proj", "gate_proj", "up_proj"), hidden)
     inputs |= {"o_proj": kind.output, "out_proj": kind.output, "down_proj": kind.mlp_width}
-    inputs |= {"gate_proj": experts * hidden, "up_proj": experts * hidden}
-    return sum(inputs[name] for name in _target_widths(model, lora, kind))
+    chosen = (model.num_experts_per_tok or 1) if kind.sparse and lora.experts else 0
+    return sum(inputs[name] for name in _target_widths(model, lora, kind)) + chosen * (hidden + model.expert_width)
 
 
 def reserved_rank(lora: Lora) -> int:
@@ -82,8 +100,11 @@ def reserved_rank(lora: Lora) -> int:
 
 
 def adapter_tensors(model: Architecture, lora: Lora) -> int:
-    """Return the number of tensors: A and B of each layer that has an adapter."""
-    return 2 * sum(kind.count * len(_target_widths(model, lora, kind)) for kind in model.layer_kinds)
+    """Return the number of tensors: A and B of each layer that has an adapter, and of both weights of experts."""
+    experts = {True: 2 * lora.experts, False: 0}
+    return 2 * sum(
+        kind.count * (len(_target_widths(model, lora, kind)) + experts[kind.sparse]) for kind in model.layer_kinds
+    )
 
 
 def _target_widths(model: Architecture, lora: Lora, kind: LayerKind) -> Mapping[str, int]:
@@ -99,14 +120,10 @@ def _target_widths(model: Architecture, lora: Lora, kind: LayerKind) -> Mapping[
             "v_proj": hidden + kind.keys - keys,
             "o_proj": hidden + kind.output,
         }
-    if kind.mlp_width:
-        mlp = hidden + kind.mlp_width
-        if kind.sparse and model.num_experts:
-            shared = model.shared_expert_intermediate_size
-            mlp = model.num_experts * (hidden + model.expert_width) + (hidden + shared if shared else 0)
+    if kind.mlp_width and not model.num_experts:
         names = (
             ("gate_proj", "up_proj", "down_proj") if traits_of(model).mlp_matrices == 3 else ("up_proj", "down_proj")
         )
-        widths |= dict.fromkeys(names, mlp)
+        widths |= dict.fromkeys(names, hidden + kind.mlp_width)
     targets = widths if lora.target_modules == "all-linear" else lora.target_modules
     return {name: width for name, width in widths.items() if name in targets}

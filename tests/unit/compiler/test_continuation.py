@@ -79,5 +79,5 @@ def test_options_at_their_defaults_do_not_count() -> None:
     check_continuation(every_option, experiment(), "runs/a")
     with pytest.raises(RecipeError, match=r"trained with data\.overlong \"error\", this recipe has \"drop\""):
         check_continuation(every_option, experiment("data.overlong=drop"), "runs/a")
-    with pytest.raises(RecipeError, match=r"trained with roles\.actor\.lora null, this recipe has nothing, and 5 more"):
+    with pytest.raises(RecipeError, match=r"trained with roles\.actor\.lora null, this recipe has nothing, and 7 more"):
         check_continuation(experiment(), experiment("roles.actor.lora={}"), "runs/a")

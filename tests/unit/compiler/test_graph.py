@@ -123,6 +123,11 @@ def test_no_option_has_the_name_of_an_input() -> None:
             "roles.rollout.lora={}",
             "roles.rollout.lora: the role is never trained.\n  Fix: remove it; a role that follows",
         ),
+        (
+            "roles.actor.lora={experts: true}",
+            "roles.actor.lora: asks for adapters of experts, and a qwen3 has none.\n"
+            "  Fix: roles.actor.lora.experts=false",
+        ),
     ],
 )
 def test_what_is_wrong_is_named(override: str, message: str) -> None:

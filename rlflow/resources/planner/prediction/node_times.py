@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rlflow.resources.demand import Demand
-from rlflow.resources.models.lora import adapter_parameters
+from rlflow.resources.models.lora import adapter_parameters, spares_gradients
 from rlflow.resources.planner.candidate import SearchResult
 from rlflow.resources.planner.inputs import PlannerInputs
 from rlflow.resources.planner.prediction.task_times import host_task_seconds, task_generation, task_seconds
@@ -64,7 +64,7 @@ def _mfu(inputs: PlannerInputs, result: SearchResult, task: Task, seconds: float
     if demand.architecture is None or peak is None or not seconds:
         return None
     tokens = task.tokens * task.epochs * task.computed_share
-    passes = training_passes(adapters=demand.training.lora is not None)
+    passes = training_passes(adapters=spares_gradients(demand.training.lora))
     operations = passes * forward_work(demand.architecture).flops(tokens, task.typical_length)
     return operations / (seconds * result.roles[role].layout.num_gpus * peak)
 

@@ -114,7 +114,7 @@ def sync_memory(
     if model is None or not choice.awake:
         return {}
     # vLLM takes weights over by CUDA IPC, in the type in which they are trained.
-    packed = same_gpus and "tensor" in target.parallel and training.lora is None
+    packed = same_gpus and "tensor" in target.parallel and target.follows_lora is None
     terms = sync_terms(
         model,
         layout,

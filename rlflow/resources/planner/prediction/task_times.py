@@ -9,7 +9,7 @@ from rlflow.resources.demand import Demand
 from rlflow.resources.layout import GIB, Layout
 from rlflow.resources.memory.state import Terms
 from rlflow.resources.models.architecture import Architecture
-from rlflow.resources.models.lora import adapter_parameters, adapter_tensors
+from rlflow.resources.models.lora import adapter_parameters, adapter_tensors, spares_gradients
 from rlflow.resources.planner.pools import Pool, RoleChoice
 from rlflow.resources.time.decoding import Generation, Requests, generation
 from rlflow.resources.time.lengths import Lengths
@@ -108,7 +108,7 @@ def engine_kernels(demand: Demand, layout: Layout, speed: Speed) -> Kernels:
     kernels = Kernels(
         value_bytes=value_bytes,
         gradient_bytes=gradient_bytes,
-        adapters=demand.training.lora is not None,
+        adapters=spares_gradients(demand.training.lora),
         trains_vision=demand.training.trains_vision,
         muon=demand.training.muon,
     )
@@ -217,7 +217,7 @@ def weight_sync_seconds(
     # Engines that share GPUs discard their weights while they sleep, frozen ones too.
     if model.vision is not None and (source.training.trains_vision or (same_gpus and not speed.is_cpu)):
         parameters += model.num_encoder_parameters
-    if (lora := source.training.lora) is not None:
+    if (lora := target.follows_lora) is not None:
         parameters, tensors = adapter_parameters(model, lora), adapter_tensors(model, lora)
     size = parameters * target.weight_bytes
     # Processes on a CPU share none of its memory.

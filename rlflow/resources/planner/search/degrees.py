@@ -101,6 +101,8 @@ def expert_sizes(demand: Demand, layout: Layout, shape: PoolShape) -> list[int]:
     pinned = demand.pinned("expert_parallel_size")
     sizes = [pinned] if pinned else [2**n for n in range(shape.largest_group.bit_length())]
     num_experts = (demand.architecture.num_experts if demand.architecture else 0) or 1
+    if demand.adapts_experts:
+        return [1]
     width = layout.tensor_parallel_size
     divided = (num_experts, layout.num_shards * width, *(gpus for gpus, _ in shape.hosts))
     if num_experts > 1 and width > 1:

@@ -24,6 +24,7 @@ ATTENTION = 2 * (3584 + 3584) + 2 * (3584 + 512)
 MLP = 3 * (3584 + 18944)
 ON_ONE = Layout(micro_batch_tokens=4096, zero_stage=0, offload="none", gradient_checkpointing=True)
 RANK_16 = Lora(rank=16)
+MOE, MERGED_EXPERTS = "model@models.policy=qwen3_30b_a3b", "{experts: true, merge: true}"
 ADAPTERS_GIB = 4 * 16 * 28 * (ATTENTION + MLP) / GIB
 
 
@@ -143,9 +144,57 @@ def test_adapters_that_cannot_be(override: str, message: str) -> None:
     assert str(caught.value).startswith(message)
 
 
-def test_experts_have_none() -> None:
-    with pytest.raises(UserError, match=r"roles\.actor\.lora: a qwen3_moe has experts, and adapters"):
-        required("model@models.policy=qwen3_30b_a3b", "roles.actor.lora={}")
+def test_experts_have_adapters_if_they_are_asked_for() -> None:
+    """Qwen3-30B-A3B: hidden 2048, queries 4096, keys 512; 128 experts of width 768 whose gate and up are one weight."""
+    [actor] = [demand for demand in required(MOE, "roles.actor.lora={}").demands if demand.role == "actor"]
+    model, attention = actor.architecture, 2 * (2048 + 4096) + 2 * (2048 + 512)
+    assert model is not None
+    assert adapter_parameters(model, RANK_16) == 16 * 48 * attention
+    assert adapter_tensors(model, RANK_16) == 2 * 48 * 4
+    of_experts, experts = replace(RANK_16, experts=True), 128 * ((2048 + 2 * 768) + (768 + 2048))
+    assert adapter_parameters(model, of_experts) == 16 * 48 * (attention + experts)
+    assert adapter_tensors(model, of_experts) == 2 * 48 * 6
+
+
+def test_a_pass_copies_a_layer_of_experts_with_adapters() -> None:
+    """A copy in bf16, and as many gradients, of three matrices for each of 128 experts."""
+    plain, copied = (
+        next(demand for demand in required(MOE, f"roles.actor.lora={lora}").demands if demand.role == "actor")
+        for lora in ("{merge: true}", MERGED_EXPERTS)
+    )
+    assert plain.architecture is not None
+    terms = (update_terms(plain.architecture, ON_ONE, demand.training, 4096) for demand in (plain, copied))
+    before, after = (term["activations"] for term in terms)
+    assert after - before == pytest.approx(2 * 2 * 128 * 3 * 2048 * 768 / GIB)
+
+
+def test_an_engine_of_merged_weights_has_no_adapters() -> None:
+    demands = {demand.role: demand for demand in required("roles.actor.lora={merge: true}").demands}
+    assert demands["actor"].training.lora == Lora(merge=True)
+    assert demands["rollout"].follows_lora is None
+    assert sync_terms(SEVEN_B, ON_ONE, replace(DEEPSPEED, lora=Lora(merge=True)))["gathered"] == pytest.approx(
+        sync_terms(SEVEN_B, ON_ONE, DEEPSPEED)["gathered"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "roles.actor.lora={experts: true}",
+            "roles.actor.lora.experts: 'vllm' of role 'rollout' does not run adapters of experts beside its model.\n"
+            "  Fix: roles.actor.lora.merge=true.",
+        ),
+        (
+            f"roles.actor={{lora: {MERGED_EXPERTS}, expert_parallel_size: 2}}",
+            "roles.actor.expert_parallel_size: 2 GPUs cannot divide experts that have adapters.",
+        ),
+    ],
+)
+def test_adapters_of_experts_that_cannot_be(override: str, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        rlflow.compile(load("recipe=gspo_30b_a3b", override), cluster(8))
+    assert str(caught.value).startswith(message)
 
 
 @pytest.mark.slow
