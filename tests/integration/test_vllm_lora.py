@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,12 +10,9 @@ import pytest
 import torch
 
 from rlflow.engines.base import EngineSpec
-from rlflow.engines.torch import TorchEngine
 from rlflow.engines.transformers import TransformersEngine
 from rlflow.errors import EngineError, RecipeError
-from rlflow.recipe import Optimizer
 from rlflow.resources.models.lora import Lora
-from tests.expert_models import save_model
 from tests.integration.engine_process import EngineProcess, RemoteEngine, processes
 from tests.integration.test_vllm import (
     GIVEN,
@@ -69,9 +65,9 @@ def engine(request: pytest.FixtureRequest) -> RemoteEngine:
     return request.getfixturevalue(request.param)  # type: ignore[no-any-return]
 
 
-def new_adapters(seed: int, of: EngineSpec | None = None) -> Weights:
+def new_adapters(seed: int) -> Weights:
     """Return adapters far from those before, so that an old one would show."""
-    state = TransformersEngine(of or with_adapters())._model.state_dict()
+    state = TransformersEngine(with_adapters())._model.state_dict()
     draw = torch.Generator().manual_seed(seed)
     shapes = {name.replace(".default", ""): weight.shape for name, weight in state.items() if ".lora_" in name}
     return [(f"base_model.model.{name}", torch.randn(shape, generator=draw) / 4) for name, shape in shapes.items()]
@@ -94,32 +90,6 @@ def test_after_each_copy_logprobs_are_those_of_the_new_adapters(
         check_weights(engine, reference, version)
         texts.add(engine.generate(GIVEN, GREEDY).texts)
     assert len(texts) > copies / 2
-
-
-def test_attention_of_a_model_with_experts(process: EngineProcess, tmp_path: Path) -> None:
-    of = with_adapters(model=save_model(tmp_path, "qwen3_moe", head_dim=32), max_model_len=64)
-    engine, reference, weights = process.build("vllm", of), TransformersEngine(of), new_adapters(1, of)
-    engine.load_weights(weights, 1)
-    reference.load_weights(weights, 1)
-    check_weights(engine, reference, 1)
-
-
-def test_the_merged_model(process: EngineProcess, tmp_path: Path) -> None:
-    """Adapters of attention and of experts, far from zero, in an engine that has none."""
-    of = with_adapters(model=save_model(tmp_path, "qwen3_moe", head_dim=32), max_model_len=64)
-    of = replace(of, lora=replace(LORA, experts=True, merge=True))
-    trainer = TorchEngine(
-        replace(of, role="actor", capabilities=frozenset({"Trains", "Scores"}), optimizer=Optimizer())
-    )
-    drawn = new_adapters(1, of)
-    weights = {name: weight for name, weight in trainer._model.named_parameters() if ".lora_" in name}
-    with torch.no_grad():
-        for weight, (_, value) in zip(weights.values(), drawn, strict=True):
-            weight.copy_(value)
-    engine, reference = process.build("vllm", replace(of, lora=None)), TransformersEngine(replace(of, lora=None))
-    engine.load_weights([(name, weight.detach().clone()) for name, weight in trainer.weights()], 1)
-    reference.load_weights(trainer.weights(), 1)
-    check_weights(engine, reference, 1)
 
 
 @NUM_FAILURES

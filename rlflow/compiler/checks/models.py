@@ -7,6 +7,7 @@ from rlflow.compiler.models import model_architecture, role_architecture
 from rlflow.compiler.tasks import step_tasks
 from rlflow.compiler.wire import wire
 from rlflow.engines.base import choose_head
+from rlflow.engines.registry import engine_kind
 from rlflow.errors import GraphError, PlacementError, RecipeError, did_you_mean
 from rlflow.recipe import Model, Recipe
 from rlflow.resources.cluster import Cluster
@@ -105,7 +106,10 @@ def check_adapters(recipe: Recipe, graph: Graph) -> None:
 
 
 def check_on_cluster(recipe: Recipe, cluster: Cluster) -> None:
-    """Raise PlacementError for a model that no GPU of the cluster computes, and for one of unknown size on GPUs."""
+    """Raise PlacementError for a model that no GPU of the cluster computes, and for one of unknown size on GPUs.
+
+    Raises it for adapters beside experts in vLLM on CPUs, too, which has no kernels for them there.
+    """
     hosts = [host for host in cluster.hosts if host.usable]
     for role_name, role in recipe.roles.items():
         path, model = f"models.{role.model}", recipe.models[role.model]
@@ -120,6 +124,11 @@ def check_on_cluster(recipe: Recipe, cluster: Cluster) -> None:
             )
             fact = f"its architecture is not known, and without it neither memory nor time ({path})"
             raise PlacementError(f"roles.{role_name}.model", fact, fix=fix)
+        architecture, on_cpus = model_architecture(model), any(cluster.memory_gib(host) is None for host in hosts)
+        has_adapters = role.follows and recipe.lora_of(role_name) and engine_kind(role.engine).concurrent
+        if on_cpus and has_adapters and architecture is not None and architecture.num_experts:
+            fact = f"'{role.engine}' runs no adapters of a model with experts on a CPU"
+            raise PlacementError(f"roles.{role_name}.engine", fact, fix=f"roles.{role.follows}.lora.merge=true")
 
 
 def check_micro_batches(recipe: Recipe, graph: Graph) -> None:

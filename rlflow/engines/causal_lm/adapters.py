@@ -102,7 +102,9 @@ def _target_parameters(model: "PreTrainedModel", spec: EngineSpec) -> list[str] 
     assert spec.lora is not None
     if not spec.lora.experts:
         return None
-    weights = (name for name, weight in model.named_parameters() if weight.dim() == 3 and f".{_EXPERTS}" in name)
+    # Under ZeRO 3 a weight has its shape beside it.
+    shapes = {name: getattr(weight, "ds_shape", weight.shape) for name, weight in model.named_parameters()}
+    weights = (name for name, shape in shapes.items() if len(shape) == 3 and f".{_EXPERTS}" in name)
     found = sorted({_EXPERTS + name.rpartition(".")[2] for name in weights})
     if not found:
         raise RecipeError(

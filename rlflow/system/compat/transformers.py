@@ -1,6 +1,6 @@
 """Private names of transformers."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,7 +36,7 @@ def cut_when_loaded(cut: Callable[[Any], None], rename: Callable[[Any], dict[str
     ``rename`` returns what names in a file become, from the model after it is cut.
     """
     from transformers import modeling_utils
-    from transformers.core_model_loading import WeightRenaming
+    from transformers.core_model_loading import WeightConverter, WeightRenaming
     from transformers.distributed import DistributedConfig
     from transformers.distributed.mixin import DistributedMixin
 
@@ -62,7 +62,11 @@ def cut_when_loaded(cut: Callable[[Any], None], rename: Callable[[Any], dict[str
     def distribute(model: Any, config: Any, mesh_manager: None) -> Any:
         del model.config.distributed_config
         cut(model)
-        conversions.append(Renaming(rename(model)))
+        names = rename(model)
+        for conversion in conversions:
+            if isinstance(conversion, WeightConverter):  # it has the last word about a name
+                conversion.target_patterns[:] = [_renamed(target, names) for target in conversion.target_patterns]
+        conversions.append(Renaming(names))
         return model
 
     find_conversions = modeling_utils.get_model_conversion_mapping
@@ -79,6 +83,12 @@ def cut_when_loaded(cut: Callable[[Any], None], rename: Callable[[Any], dict[str
     finally:
         for (owner, name, _), function in zip(replaced, before, strict=True):
             setattr(owner, name, function)
+
+
+def _renamed(end: str, names: Mapping[str, str]) -> str:
+    """Return what the end of a name becomes, by a table of whole names."""
+    renamed = (new.removeprefix(old.removesuffix(end)) for old, new in names.items() if old.endswith(end))
+    return next(renamed, end)
 
 
 def keep_values(module: Any) -> None:

@@ -197,6 +197,15 @@ def test_adapters_of_experts_that_cannot_be(override: str, message: str) -> None
     assert str(caught.value).startswith(message)
 
 
+def test_vllm_on_a_cpu_has_no_adapters_beside_experts() -> None:
+    recipe = load("recipe=gspo_30b_a3b", "roles.actor.lora={}", "models.policy.dtype=float32")
+    with pytest.raises(UserError) as caught:
+        rlflow.compile(recipe, "1x2@cpu")
+    first, *_, last = str(caught.value).splitlines()
+    assert first == "roles.rollout.engine: 'vllm' runs no adapters of a model with experts on a CPU."
+    assert last == "  Fix: roles.actor.lora.merge=true."
+
+
 @pytest.mark.slow
 def test_fewer_gpus_are_enough() -> None:
     """Two of 80 GB, where all weights of a 32B model, which need 488 GiB with their state, do not fit."""
