@@ -8,7 +8,7 @@ from benchmarks.published.rows import Row
 from rlflow.resources.layout import Offload
 from rlflow.resources.memory.state import TrainingMemory
 from rlflow.resources.models.architecture import Architecture
-from rlflow.resources.models.lora import Lora
+from rlflow.resources.models.lora import LINEAR_LAYERS, Lora
 
 DEEPSPEED = TrainingMemory(step=4, step_parameters=1e9, live_parameters=1e9, bucket_elements=5e8)
 """ds_config defaults: sub_group_size, stage3_max_live_parameters, reduce_bucket_size. A step widens its gradients."""
@@ -267,8 +267,8 @@ def _training(row: Row, model: Architecture, profile: Profile, tokens: float) ->
         frozen = _quantised(model, quantised, settings.quantises_experts(row), ends=4 if "qwen" in row.system else 2)
     targets = settings.lora_targets(row)
     experts = bool(model.num_experts) and (settings.adapts_experts(row) if not targets else "gate_proj" in targets)
-    if model.num_experts and not targets and not experts:
-        targets = settings.ATTENTION
+    if model.num_experts and not targets:
+        targets = LINEAR_LAYERS if experts else settings.ATTENTION
     lora = Lora(rank=settings.lora_rank(row), target_modules=targets or "all-linear", experts=experts)
     ends = settings.trains_ends(row)
     return replace(training, lora=lora, weights=frozen, adapter_inputs=profile.adapter_inputs, trains_ends=ends)

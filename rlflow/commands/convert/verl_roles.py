@@ -162,9 +162,10 @@ def _adapters(arguments: Arguments) -> dict[str, Any]:
     targets = None if is_megatron else get(f"{_MODEL}.target_modules")
     if targets not in ("all-linear", None):
         adapters["target_modules"] = targets if isinstance(targets, list) else [targets]
-    if get(f"{_MODEL}.lora.merge"):
+    experts = "experts" in str(get(f"{_MODEL}.target_parameters"))
+    if get(f"{_MODEL}.lora.merge") or experts:  # engines get adapters of experts only merged
         adapters["merge"] = True
-    if "experts" in str(get(f"{_MODEL}.target_parameters")):
+    if experts:
         adapters["experts"] = True
     return {"lora": adapters}
 

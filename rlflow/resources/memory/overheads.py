@@ -113,8 +113,9 @@ def sync_terms(
     largest = (
         max(max(stage.layer, stage.ends) for stage in pipeline_stages(model, layout)) * layout.tensor_parallel_size
     )
-    if training.lora is not None and not training.lora.merge:
-        largest = adapter_parameters(model, training.lora)
+    if training.lora is not None:
+        # Adapters are merged into what is gathered, or gathered alone.
+        largest = adapter_parameters(model, training.lora) + (largest if training.lora.merge else 0)
     terms = {"weights": state_terms(model, layout, training)["weights"], "gathered": weight_bytes * largest / GIB}
     if engine is not None:
         terms["engine"] = (

@@ -120,10 +120,15 @@ def _target_widths(model: Architecture, lora: Lora, kind: LayerKind) -> Mapping[
             "v_proj": hidden + kind.keys - keys,
             "o_proj": hidden + kind.output,
         }
-    if kind.mlp_width and not model.num_experts:
+    # Beside experts only names that are given mean MLPs: those of other libraries, since peft takes them for experts.
+    mlp_width = kind.mlp_width
+    if model.num_experts:
+        width = model.shared_expert_intermediate_size if kind.sparse else kind.mlp_width
+        mlp_width = 0 if lora.target_modules == "all-linear" else width
+    if mlp_width:
         names = (
             ("gate_proj", "up_proj", "down_proj") if traits_of(model).mlp_matrices == 3 else ("up_proj", "down_proj")
         )
-        widths |= dict.fromkeys(names, hidden + kind.mlp_width)
+        widths |= dict.fromkeys(names, hidden + mlp_width)
     targets = widths if lora.target_modules == "all-linear" else lora.target_modules
     return {name: width for name, width in widths.items() if name in targets}

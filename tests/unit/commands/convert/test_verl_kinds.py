@@ -47,10 +47,10 @@ def test_adapters_have_the_names_of_both_engines() -> None:
     lora = {"rank": 64, "alpha": 128.0, "target_modules": ["q_proj", "v_proj"]}
     assert content(GRPO + fsdp)["roles"]["actor"]["lora"] == lora
     assert content(f"{GRPO} {MODEL}.lora.rank=64")["roles"]["actor"]["lora"] == {"rank": 64, "alpha": 32.0}
-    more = (
-        f"{fsdp} {MODEL}.lora.merge=True '{MODEL}.target_parameters=[mlp.experts.gate_up_proj,mlp.experts.down_proj]'"
-    )
+    more = f"{fsdp} '{MODEL}.target_parameters=[mlp.experts.gate_up_proj,mlp.experts.down_proj]'"
     assert content(GRPO + more)["roles"]["actor"]["lora"] == lora | {"merge": True, "experts": True}
+    merged = f"{GRPO + fsdp} {MODEL}.lora.merge=True"
+    assert content(merged)["roles"]["actor"]["lora"] == lora | {"merge": True}
 
 
 @pytest.mark.parametrize("key", ["lora_adapter_path", "lora.adapter_path"])

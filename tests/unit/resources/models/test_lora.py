@@ -172,9 +172,10 @@ def test_an_engine_of_merged_weights_has_no_adapters() -> None:
     demands = {demand.role: demand for demand in required("roles.actor.lora={merge: true}").demands}
     assert demands["actor"].training.lora == Lora(merge=True)
     assert demands["rollout"].follows_lora is None
-    assert sync_terms(SEVEN_B, ON_ONE, replace(DEEPSPEED, lora=Lora(merge=True)))["gathered"] == pytest.approx(
-        sync_terms(SEVEN_B, ON_ONE, DEEPSPEED)["gathered"]
-    )
+    merged = sync_terms(SEVEN_B, ON_ONE, replace(DEEPSPEED, lora=replace(RANK_16, merge=True)))
+    # A part of the model and all adapters, in bf16.
+    whole = sync_terms(SEVEN_B, ON_ONE, DEEPSPEED)
+    assert merged["gathered"] == pytest.approx(whole["gathered"] + ADAPTERS_GIB / 2)
 
 
 @pytest.mark.parametrize(
