@@ -70,7 +70,7 @@ def kind_of(layout: Layout, training: TrainingMemory) -> Kind:
 MEMORY_BANDS: Mapping[Kind, Band] = {
     Kind.ADAPTERS_ALONE: Band(0.83, 1.21),
     Kind.ALONE: Band(0.96, 1.17),
-    Kind.ADAPTERS_SHARDED: Band(0.86, 1.06),
+    Kind.ADAPTERS_SHARDED: Band(0.86, 1.07),
     Kind.SHARDED: Band(0.83, 1.06),
     Kind.MODEL_PARALLEL: Band(0.71, 1.17),
 }
