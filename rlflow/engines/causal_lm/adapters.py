@@ -188,7 +188,7 @@ class Merger:
         self._layers = _adapted_weights(model) if adapters else {}
 
     def merge(self, name: str, weight: "Tensor", first: int = 0) -> "Tensor":
-        """Return the value of the weight with this name in the model; of some experts, from ``first`` on.
+        """Return the value of the weight with this name in the model, or of its rows or experts from ``first`` on.
 
         The sum is computed in float32, and returned in the weight's own dtype.
         """
