@@ -7,7 +7,7 @@ benchmark is part of the calibration that predicts it. Three tiny recipes and a 
 with three batch sizes each, in one process and on two simulated hosts. The error of a step is that of the plan against
 the median of the steps after the first; the error of memory that of each process at its highest peak. A last table
 shows plans for the largest batch that were calibrated by the run with the smallest one (``calibration=RUN_FOLDER``);
-it has no part in the figures. Takes about fifteen minutes on two cores, and three with ``--quick``.
+it has no part in the figures. Takes 15 to 45 minutes on two cores, and three to ten with ``--quick``.
 """
 
 import argparse
