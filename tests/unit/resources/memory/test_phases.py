@@ -135,12 +135,6 @@ def test_vllm_reserves_room_for_the_next_rank_that_it_supports(rank: int, reserv
     assert reserved_rank(Lora(rank=rank)) == reserved
 
 
-def test_adapters_of_experts_are_as_many_as_experts() -> None:
-    """Rank 8 on Qwen3-30B-A3B: 128 experts of 768 in each of 48 layers."""
-    attention = (2048 + 4096) * 2 + 2 * (2048 + 512)
-    assert adapter_parameters(MOE, Lora(rank=8)) == 8 * 48 * (attention + 128 * 3 * (2048 + 768))
-
-
 def test_tensor_parallelism_divides_everything() -> None:
     whole, half = state_terms(QWEN, layout(), MEGATRON), state_terms(QWEN, layout(tensor_parallel_size=2), MEGATRON)
     assert half == pytest.approx({name: gib / 2 for name, gib in whole.items()})
