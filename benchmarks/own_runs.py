@@ -23,13 +23,13 @@ import rlflow
 from benchmarks.reporting import Goal, finish
 from rlflow.commands.calibrate.command import calibrate
 from rlflow.commands.calibrate.fit import calibration_of_run
-from rlflow.commands.calibrate.probes import ONE_HOST, Probe, recipe_of, run, write_recipe
+from rlflow.commands.calibrate.probes import ONE_HOST, TWO_HOSTS, Probe, recipe_of, run, write_recipe
 from rlflow.compiler import compile_recipe
 from rlflow.compiler.plan import Plan
 from rlflow.recipe.compose import load_cluster
 
 _STEPS = 6
-_LOCAL, _HOSTS = ONE_HOST, "2x1@cpu"
+_LOCAL, _HOSTS = ONE_HOST, TWO_HOSTS
 _GOALS = {"step_time_error_median": 0.15, "step_time_error_max": 0.35, "memory_error_max": 0.15}
 
 

@@ -1,9 +1,12 @@
 """Tiny mixture-of-experts models with random weights, and routing for them."""
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from rlflow.batch import Packed, Sequences
 from rlflow.batch.routing import to_records
@@ -58,6 +61,11 @@ def save_model(folder: Path, name: str, head_dim: int = 16, tokens: Model = MODE
         AutoModelForCausalLM.from_config(config(name, head_dim, tokens.architecture.vocab_size)).save_pretrained(folder)
     new_tokenizer(tokens).save_pretrained(folder)
     return Model(path=str(folder), dtype="float32")
+
+
+def models_in(folders: pytest.TempPathFactory) -> Callable[[str], Model]:
+    """Return a function that makes each of the models once, with random weights in a folder."""
+    return cache(lambda name: save_model(folders.mktemp(name), name))
 
 
 def random_routing(of: Sequences, num_layers: int, seed: int = 0) -> Packed:

@@ -220,7 +220,10 @@ class TrainingEngine(TunableEngine, ProfiledEngine, ABC):
             yield transfer_name(name), merger.merge(name, weight)
 
     def _create_merger(self) -> Merger:
-        """Return what merges adapters where engines get merged weights, with a copy of the adapters."""
+        """Return a merger with a copy of the adapters, or one that changes nothing where engines get no merged weights.
+
+        All ranks call this at the same time.
+        """
         lora, named = self._spec.lora, self._named_weights()
         sent = {name: weight for name, weight in named.items() if lora is not None and lora.merge and is_adapter(name)}
         return Merger(self._model, lora, {name: weight.clone() for name, weight in self._gather(sent)})

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -20,23 +19,27 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
 
 
-ADAPTERS = (
-    "cluster=2x1@cpu",
-    *("roles.actor.expert_parallel_size=1", "roles.actor.colocate=auto", "roles.rollout.colocate=auto"),
-    *("roles.actor.lora={rank: 16, experts: true, merge: true}", "roles.actor.optimizer.learning_rate=5e-3"),
-)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_it_gains(models: Path, seed: int, tmp_path: Path) -> None:
+    assert gain(models, tmp_path, "cluster=2x2@cpu", f"seed={seed}") >= 0.35
 
 
-@pytest.mark.parametrize(
-    ("seed", "options"),
-    [(0, ["cluster=2x2@cpu"]), (1, ["cluster=2x2@cpu"]), (2, ["cluster=2x2@cpu"]), (0, ADAPTERS)],
-    ids=["0", "1", "2", "adapters"],
-)
-def test_it_gains(models: Path, seed: int, options: Sequence[str], tmp_path: Path) -> None:
+def test_it_gains_by_adapters_of_experts(models: Path, tmp_path: Path) -> None:
+    """The engine gets the merged model. The run may start from a score that leaves less room than 0.35."""
+    options = (
+        *("cluster=2x1@cpu", "roles.actor.expert_parallel_size=1"),
+        *("roles.actor.colocate=auto", "roles.rollout.colocate=auto"),
+        *("roles.actor.lora={rank: 16, experts: true, merge: true}", "roles.actor.optimizer.learning_rate=5e-3"),
+    )
+    assert gain(models, tmp_path, *options) >= 0.25
+
+
+def gain(models: Path, folder: Path, *options: str) -> float:
+    """Return by how much the held-out reward of a run rises. Its engines agree about logprobs in every step."""
     recipe = ("--config-dir", str(CONFIG_DIR), "recipe=experts_tiny", "hydra.run.dir=run", *options)
     done = subprocess.run(
-        [sys.executable, "-m", "rlflow", *recipe, f"seed={seed}"],
-        cwd=tmp_path,
+        [sys.executable, "-m", "rlflow", *recipe],
+        cwd=folder,
         env={**os.environ, "RLFLOW_CACHE": str(models)},
         capture_output=True,
         text=True,
@@ -44,11 +47,9 @@ def test_it_gains(models: Path, seed: int, options: Sequence[str], tmp_path: Pat
     )
     assert done.returncode == 0, done.stderr
     assert "actor replays the experts that rollout used" in done.stdout
-    report = json.loads((tmp_path / "run" / "report.json").read_text())
-    # The model that it starts from depends on the machine's rounding, and some leave less room than the gain.
-    room = 1 - report["eval_before"]
-    assert report["eval_after"] >= report["eval_before"] + min(0.35, 0.8 * room)
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    report = json.loads((folder / "run" / "report.json").read_text())
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     differences = [line["update/sampler_difference"] for line in lines if "update/sampler_difference" in line]
     # Both compute in float32 with the same experts, and only the orders of their sums differ.
     assert max(differences) < 1e-4
+    return float(report["eval_after"] - report["eval_before"])

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,7 +18,7 @@ from rlflow.engines.transformers import TransformersEngine
 from rlflow.errors import EngineError
 from rlflow.recipe import Model
 from rlflow.resources.models.lora import Lora
-from tests.expert_models import save_model
+from tests.expert_models import models_in
 from tests.integration.engine_process import EngineProcess, all_of, free_address, processes
 from tests.integration.test_deepspeed import LOSS, of_path, policy_minibatch, split
 from tests.integration.test_fsdp import MUON, actor, assert_equal_training, assert_same_weights, of_ranks, plain, shares
@@ -32,13 +31,7 @@ EXPERTS = Lora(rank=4, experts=True, merge=True)
 
 @pytest.fixture(scope="module")
 def model_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return a function that makes a model with experts, with random weights in a folder."""
-
-    @cache
-    def make(name: str) -> Model:
-        return save_model(tmp_path_factory.mktemp(name), name)
-
-    return make
+    return models_in(tmp_path_factory)
 
 
 def with_experts(of: EngineSpec, model: Model, size: int) -> EngineSpec:

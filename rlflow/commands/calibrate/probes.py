@@ -14,7 +14,7 @@ import yaml
 from rlflow.errors import EngineError
 
 _CHARACTERS = "0123456789+=" + ascii_letters
-ONE_HOST, _TWO_HOSTS = "1x1@cpu", "2x1@cpu"
+ONE_HOST, TWO_HOSTS = "1x1@cpu", "2x1@cpu"
 # The tokens of a prompt of ``data/additions``.
 _PROMPT_TOKENS = 6
 _STEPS = 4
@@ -129,6 +129,6 @@ def run_probes(selected: Sequence[Probe], cluster: str, folder: Path) -> Iterato
     """
     for probe in selected:
         directory = folder / probe.name.replace(" ", "_")
-        where = _TWO_HOSTS if probe.on_hosts and cluster == ONE_HOST else cluster
+        where = TWO_HOSTS if probe.on_hosts and cluster == ONE_HOST else cluster
         run([f"recipe={write_recipe(recipe_of(probe), folder)}", f"cluster={where}"], directory)
         yield probe, directory

@@ -37,8 +37,8 @@ class Lora(Section):
     experts: bool = False
     """Adapters of all experts, too: an A and a B for each (peft's ``target_parameters``)."""
     merge: bool = False
-    """Send engines the model with the adapters merged into it, and not the adapters: they decode as fast as without,
-    and a weight sync is that of a whole model. What an adapter changes less than the weights' type can tell is lost."""
+    """Send engines the model with the adapters merged into it, in place of the adapters. Engines then decode as fast as
+    without adapters, and a weight sync is that of a whole model. Changes too small for the weights' type are lost."""
 
     @property
     def scaling(self) -> float:
@@ -70,8 +70,7 @@ def adapter_parameters(model: Architecture, lora: Lora) -> int:
 
 def _expert_widths(model: Architecture) -> int:
     """Return inputs plus outputs of all experts of a layer, whose gate and up projections are one weight."""
-    into, out = (traits_of(model).mlp_matrices - 1) * model.expert_width, model.expert_width
-    return (model.num_experts or 0) * (model.hidden_size + into + out + model.hidden_size)
+    return (model.num_experts or 0) * (2 * model.hidden_size + traits_of(model).mlp_matrices * model.expert_width)
 
 
 def _own_input_widths(model: Architecture) -> int:
@@ -101,9 +100,9 @@ def reserved_rank(lora: Lora) -> int:
 
 def adapter_tensors(model: Architecture, lora: Lora) -> int:
     """Return the number of tensors: A and B of each layer that has an adapter, and of both weights of experts."""
-    experts = {True: 2 * lora.experts, False: 0}
     return 2 * sum(
-        kind.count * (len(_target_widths(model, lora, kind)) + experts[kind.sparse]) for kind in model.layer_kinds
+        kind.count * (len(_target_widths(model, lora, kind)) + 2 * (lora.experts and kind.sparse))
+        for kind in model.layer_kinds
     )
 
 
@@ -120,7 +119,8 @@ def _target_widths(model: Architecture, lora: Lora, kind: LayerKind) -> Mapping[
             "v_proj": hidden + kind.keys - keys,
             "o_proj": hidden + kind.output,
         }
-    # Beside experts only names that are given mean MLPs: those of other libraries, since peft takes them for experts.
+    # Beside experts, MLPs have adapters only where they are named, as by other libraries: peft takes their names for
+    # those of experts.
     mlp_width = kind.mlp_width
     if model.num_experts:
         width = model.shared_expert_intermediate_size if kind.sparse else kind.mlp_width

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from rlflow.nodes.policy_loss import LikelihoodLoss
 from rlflow.recipe import Model, Optimizer
 from rlflow.resources.models.config import read_architecture
 from rlflow.resources.models.lora import Lora, adapter_parameters, adapter_tensors
-from tests.expert_models import NUM_EXPERTS, save_model
+from tests.expert_models import NUM_EXPERTS, models_in
 from tests.helpers import minibatch, sequences, spec
 
 ATTENTION = Lora(rank=4, alpha=6)
@@ -33,13 +32,7 @@ GIVEN = sequences([3, 6, 2], [[4, 9, 1], [2, 7], [5]])
 
 @pytest.fixture(scope="module")
 def model_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return a function that makes a model with experts, with random weights in a folder."""
-
-    @cache
-    def make(name: str) -> Model:
-        return save_model(tmp_path_factory.mktemp(name), name)
-
-    return make
+    return models_in(tmp_path_factory)
 
 
 def actor(model: Model, lora: Lora | None) -> EngineSpec:
